@@ -112,7 +112,7 @@
        src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
        src/parallel/mesh_internal.h         Who shares what with this rank: groups, made of a mesh or of a world
        src/parallel/cut.c                   Cuts: which part of a parameter a rank has
-       src/parallel/chunks.c                Where the stages of a pipeline lie: the chunks of each rank
+       src/parallel/chunks.c                How many stages of a pipeline a rank has
        src/parallel/chunks_internal.h       Where the stages of a pipeline lie
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
@@ -1002,8 +1002,7 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world);
  * number; a run that fails is not restarted. A second signal but SIGUSR1, more than a second after
  * the first (until then it may be the same one, sent to the process group and forwarded), ends the
  * process at once. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored. A
- * signal comes to all ranks that are threads. The host's handlers are back when dtrain_launch
- * returns. */
+ * signal comes to all ranks that are threads. At the end the host has its handlers back. */
 
 typedef enum dtrain_launch_mode {
     DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
@@ -1466,7 +1465,6 @@ typedef struct dtrain_cut {
  *     INTERLEAVED    (p - 1) / (v m)   a rank has v stages: v times the messages
  *     ZB_H1          a third of 1F1B's, where forward, input and weight gradients take alike: the
  *                    gradients of weights are made in what would be idle time
- *     ZBV            (p - 1) / (6 m) there; a rank has two stages, which lie in the shape of a V
  *
  * (Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
  * GPU Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.)
@@ -1479,17 +1477,16 @@ typedef enum dtrain_pipeline_kind {
     DTRAIN_PIPELINE_1F1B = 0,
     DTRAIN_PIPELINE_GPIPE = 1,
     DTRAIN_PIPELINE_INTERLEAVED = 2,
-    DTRAIN_PIPELINE_ZB_H1 = 3,
-    DTRAIN_PIPELINE_ZBV = 4
+    DTRAIN_PIPELINE_ZB_H1 = 3
 } dtrain_pipeline_kind;
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
- * model and one micro-batch after the other, kind and chunks change nothing.
+ * model and one micro-batch after the other, it changes nothing.
  * A message between two stages has at most 16 tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
-    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
+    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED */
     const uint32_t *units; /* (ranks * chunks) how many units each stage has, in the order in which
                               their parameters are registered (see tools/balance.h); NULL =
                               evenly, the first stages with one more */
@@ -1508,12 +1505,12 @@ typedef enum dtrain_pipeline_act {
 } dtrain_pipeline_act;
 
 typedef struct dtrain_pipeline_action {
-    uint32_t act; /* dtrain_pipeline_act */
-    int32_t chunk, micro_batch;
+    uint32_t act;  /* dtrain_pipeline_act */
+    int32_t chunk; /* of rank r: stage chunk * ranks + r of the model */
+    int32_t micro_batch;
     int32_t peer;  /* of a message, a rank of the axis; else -1 */
     int32_t slot;  /* of what FORWARD keeps until the last use, counted from 0; -1: none */
-    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: the stage before is on this rank, or
-                      there is none */
+    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: no stage is before this one */
 } dtrain_pipeline_action;
 
 /* A schedule; free it by dtrain_pipeline_destroy. */
@@ -1526,16 +1523,13 @@ typedef struct dtrain_pipeline_schedule {
     struct dtrain__run_memory *memory; /* (ranks) of a rank's runs */
 } dtrain_pipeline_schedule;
 
-/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a
- * zeroed desc. Local. An unsupported number of chunks or micro-batches is an error that says which
- * work. */
+/* Make the schedule of a kind, for ranks of a pipeline axis; one rank has one chunk, the model.
+ * desc->units is not read; NULL = a zeroed desc. Local. An unsupported number of chunks or
+ * micro-batches is an error that says which work. */
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out);
 /* Free a schedule; NULL is allowed. */
 DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
-
-/* Return which stage of the model a chunk of a rank is, from 0 to ranks * chunks - 1; -1: none. */
-DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
 
 /* Seconds, or any unit, that a micro-batch takes in one stage. */
 typedef struct dtrain_pipeline_costs {
@@ -1550,10 +1544,7 @@ typedef struct dtrain_pipeline_part {
     dtrain_dtype dtype;
 } dtrain_pipeline_part;
 
-/* What a program does for a schedule. An error ends the run, on every rank of the axis. Stages that
- * follow each other on one rank (ZBV's turn, an axis of one rank) have no message: FORWARD reads
- * what the pass before it keeps, and BACKWARD leaves its gradient in the slot of that pass, as its
- * own is given to another pass at once. */
+/* What a program does for a schedule. An error ends the run, on every rank of the axis. */
 typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
@@ -1722,8 +1713,7 @@ typedef enum dtrain_average {
     DTRAIN_AVERAGE_MEANS = 1
 } dtrain_average;
 
-/* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
- * the last. */
+/* When sharded gradients are reduced in a step of several micro-batches; whole ones: the last. */
 typedef enum dtrain_accumulation {
     /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
     DTRAIN_ACCUMULATION_DEFAULT = 0,
@@ -1802,8 +1792,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
 /* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
- * Local. In the middle of a backward the communicator fails, so that the other ranks do not
- * wait. */
+ * Local. In the middle of a backward the communicator fails, so that no other rank waits. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } dtrain_pass;
@@ -2294,8 +2283,7 @@ typedef struct dtrain_state_item {
                            array are as many items of one name */
 } dtrain_state_item;
 
-/* The objects that a run consists of. All must outlive the state; all but the strategy may be
- * NULL. */
+/* The objects of a run. All must outlive the state; all but the strategy may be NULL. */
 typedef struct dtrain_state_desc {
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -3506,8 +3494,7 @@ typedef struct dtrain_metrics_sink {
     void *user;
 } dtrain_metrics_sink;
 
-/* Every zero is the default written beside the field, and an empty text is none. Texts are
- * copied. */
+/* Every zero is the default written beside the field, an empty text none. Texts are copied. */
 typedef struct dtrain_metrics_desc {
     uint32_t progress_every;     /* steps between lines when progress is no terminal; 0 = 10 */
     int64_t total_steps;         /* for the bar and the time left; 0 = unknown */
@@ -4191,8 +4178,7 @@ typedef struct dtrain_topk_args {
     float momentum;
 } dtrain_topk_args;
 
-/* out[indices[i]] += scale * values[i]; indices of one call differ. One outside [0, count) is an
- * error. */
+/* out[indices[i]] += scale * values[i]; indices differ, and one outside [0, count) is an error. */
 typedef struct dtrain_scatter_add_args {
     int64_t count, k;
     float scale;
@@ -4915,7 +4901,8 @@ typedef struct dtrain__log_sink {
     dtrain_log_fn write;
     void *user;
     dtrain_log_level level;
-    int rank; /* -1: the launcher */
+    int rank;    /* -1: the launcher */
+    bool silent; /* a guest without a log */
 } dtrain__log_sink;
 
 #define DTRAIN__PHILOX_M0 0xD2511F53u
@@ -5021,9 +5008,8 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     return directory;
 }
 
-/* Return when a process was started, in the system's ticks: its number can be given to another one
- * after its end. 0: no such process runs (one that waits to be reaped has no threads left), or /proc
- * does not show it. */
+/* Return when a process was started, in the system's ticks: after its end another one can get its
+ * number. 0: it does not run (one that waits to be reaped has no threads), or /proc hides it. */
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid)
 {
     char path[64], text[1024] = "";
@@ -5385,7 +5371,7 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     static const char *const names[] = {"", "error", "warning", "info", "debug"};
     char text[1024];
     dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
-    if (level > limit || level < DTRAIN_LOG_ERROR) return;
+    if (level > limit || level < DTRAIN_LOG_ERROR || sink->silent) return;
     vsnprintf(text, sizeof text, format, args);
     dtrain__visible(text);
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
@@ -6184,7 +6170,7 @@ static const struct {
 } dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
 #endif
 
-/* An array of a negative size: a struct of the list was changed in a way that core/abi.h forbids. */
+/* An array of a negative size: a struct was changed in a way that core/abi.h forbids. */
 #define DTRAIN__ABI_GROWN(name, last, first) \
     typedef char dtrain__abi_grown_##name    \
         [offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last) >= first ? 1 : -1];
@@ -7415,8 +7401,7 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
     *socket = -1;
 }
 
-/* Say whether a call on a socket has failed for the moment only, and the connection is as good as
- * before. */
+/* Say whether a call on a socket has failed only for the moment: the connection still works. */
 DTRAIN__PRIVATE bool dtrain__try_again(int error)
 {
     return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
@@ -9109,8 +9094,7 @@ static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *ite
     return list;
 }
 
-/* Write a field, with its name, and return a hash of all of it; 0: this rank does not have its
- * item. */
+/* Write a field, with its name, and return a hash of it; 0: this rank does not have its item. */
 static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t which, char *text)
 {
     uint64_t record[DTRAIN__SAME_RECORD / sizeof(uint64_t)] = {0};
@@ -9300,6 +9284,7 @@ struct dtrain__engine {
 /* comm/engine.c */
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
@@ -9450,6 +9435,15 @@ static dtrain__work *dtrain__work_of(const dtrain_work *work)
     return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
 }
 
+/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at)
+{
+    const size_t bytes = work->small ? work->send_bytes : 0;
+    *at = work->call;
+    if (bytes) memcpy(at + 1, work->what.send, bytes);
+    return sizeof *at + bytes;
+}
+
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
  * 0: "collective #17 (all-reduce sum f32 count 100)". */
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
@@ -9541,8 +9535,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
 }
 
 /* Move one message. Messages between two ranks in one direction go one after the other, and a
- * receiver first hears the call of its message, which must have the count and dtype that it asks
- * for. */
+ * receiver first hears its message's call, which must have the count and dtype it asks for. */
 static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->op.what;
@@ -10228,7 +10221,8 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
 
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
-#define DTRAIN__FAR_BYTES ((size_t)4 << 20)   /* slices from this size on do not stay in caches */
+#define DTRAIN__TRIED_BYTES ((size_t)16 << 10)
+#define DTRAIN__FAR_BYTES ((size_t)4 << 20) /* slices from this size on do not stay in caches */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -10281,8 +10275,8 @@ typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
     uint64_t proof;       /* see dtrain__part */
+    uint32_t far_places;  /* so many places are written past the cache, see dtrain__fill_place */
     size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
-    uint32_t past;        /* so many places to come are written past the cache */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -10380,10 +10374,7 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
-    slot->shown = work->call;
-    if (work->small && work->send_bytes)
-        dtrain__copy_lines(slot->data, (const char *)what->send, work->send_bytes,
-                           work->send_bytes > 2048 && ((const dtrain__local_comm *)comm)->past > 0);
+    (void)dtrain__write_shown(work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
     slot->direct = false;
@@ -10413,8 +10404,7 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* The direct path. Of a sum or a broadcast compute this rank's slice in every rank's result; in
  * place, an all-reduce overwrites a slice that no other rank reads. Otherwise take from each rank
- * what belongs into this rank's result as it is, the next rank's first, so that not all read the
- * same rank. */
+ * what belongs into this rank's result, the next rank's first: not all read the same rank. */
 static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
@@ -10496,18 +10486,24 @@ static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_w
     return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place. The rank that reads it has its lines in a cache: of a core far away it takes
- * ten times as long to get them back as to write past the cache (Zen 4: 2.3 GB/s and 30), of a core
- * nearby it takes half as long to read what was not written past it. Find out from time to time,
- * with what takes long enough for that, how far away it is. */
+/* Copy into a place, whose lines are in the cache of the core that has read them. Where cores share
+ * a cache they come back at once; from another part of the chip they come at 2.3 GB/s (Zen 4), and
+ * to write past the cache is ten times as fast, but readers lose that cache. The beginning of a
+ * place tells which it is; after a slow one as many as a few ms take go past the cache untried, and
+ * so does what is too short to tell. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const bool past = local->past > 0 || bytes < 16384;
-    const uint64_t begin = dtrain__now_ns();
-    dtrain__copy_lines(place, from, bytes, past);
-    if (local->past > 0) local->past--;
-    else if (!past && (dtrain__now_ns() - begin) * 5 > bytes) local->past = 256;
+    size_t tried = 0;
+    if (local->far_places > 0) {
+        local->far_places--;
+    } else if (bytes >= DTRAIN__TRIED_BYTES) {
+        const uint64_t begin = dtrain__now_ns();
+        tried = DTRAIN__TRIED_BYTES;
+        dtrain__copy_lines(place, from, tried, false);
+        if ((dtrain__now_ns() - begin) * 5 > tried) local->far_places = 64; /* below 5 GB/s */
+    }
+    dtrain__copy_lines(place + tried, from + tried, bytes - tried, !tried || local->far_places > 0);
 }
 
 /* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
@@ -11584,8 +11580,7 @@ DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world)
     dtrain__free(&allocator, world, 1, sizeof *world);
 }
 
-/* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
- * free. */
+/* Make a rank's world. On failure *out may be half a world, for dtrain__world_destroy. */
 DTRAIN__OWN_FRAME
 DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                                    dtrain_world **out)
@@ -11844,15 +11839,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* A guest without a log says nothing. */
-static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, const char *text)
-{
-    (void)user;
-    (void)level;
-    (void)rank;
-    (void)text;
-}
-
 /* Write a join as the launch of one rank, whose checks and defaults are the same. */
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
@@ -11864,8 +11850,6 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;
     desc->reserve_bytes = given->reserve_bytes;
-    desc->log = given->log ? given->log : dtrain__log_nothing;
-    desc->log_user = given->log_user;
     desc->allocator = dtrain__resolve_allocator(&given->allocator);
     desc->device_ops = given->device_ops;
     desc->comm_ops = given->comm_ops;
@@ -11876,8 +11860,9 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     desc->flight_directory = given->flight_directory;
     desc->trace = given->trace;
     desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
-    launch->log.write = desc->log;
-    launch->log.user = desc->log_user;
+    launch->log.write = given->log;
+    launch->log.user = given->log_user;
+    launch->log.silent = !given->log;
     launch->log.level = (dtrain_log_level)desc->log_level;
     launch->place.rank = given->rank;
     launch->place.size = given->size;
@@ -12795,69 +12780,34 @@ DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *
 
 /* ==== src/parallel/chunks.c =================================================================== */
 
-/* Where the stages of a pipeline lie: the chunks of each rank
+/* How many stages of a pipeline a rank has
  *
- * A strategy asks it which parameters are on this rank, with or without a schedule. */
+ * A strategy asks it, with or without a schedule. */
 
 /* ==== src/parallel/chunks_internal.h ========================================================== */
 
 /* Where the stages of a pipeline lie. */
 
-#define DTRAIN__CHUNKS_MOST 64
-
-typedef struct dtrain__place_of_stage {
-    int rank, chunk;
-} dtrain__place_of_stage;
-
 /* parallel/chunks.c */
-DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage);
-/* Tell whether the gradients of weights are actions of their own. */
-DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
-/* Check the kind and its chunks; desc NULL = a zeroed one. */
+/* Check the kind and its chunks, and count them: one on one rank. desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
-
-DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk)
-{
-    if (rank < 0 || rank >= ranks || chunk < 0 || chunk >= chunks) return -1;
-    const bool back = kind == DTRAIN_PIPELINE_ZBV && chunk % 2;
-    return chunk * ranks + (back ? ranks - 1 - rank : rank);
-}
-
-DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage)
-{
-    dtrain__place_of_stage place = {stage % ranks, stage / ranks};
-    if (kind == DTRAIN_PIPELINE_ZBV && place.chunk % 2) place.rank = ranks - 1 - place.rank;
-    return place;
-}
-
-DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind)
-{
-    return kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
-}
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks)
 {
-    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
-    const uint32_t kind = desc ? desc->kind : 0;
-    if (kind > DTRAIN_PIPELINE_ZBV)
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1"};
+    const uint32_t kind = desc ? desc->kind : 0, given = desc ? desc->chunks : 0;
+    if (kind > DTRAIN_PIPELINE_ZB_H1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "kind %u of a pipeline is not a dtrain_pipeline_kind", kind);
-    const bool loops = kind == DTRAIN_PIPELINE_INTERLEAVED, vee = kind == DTRAIN_PIPELINE_ZBV;
-    const uint32_t given = desc ? desc->chunks : 0;
-    *chunks = given ? (int)given : loops || vee ? 2 : 1;
-    if (given <= DTRAIN__CHUNKS_MOST && (loops || given == 0 || *chunks == (vee ? 2 : 1)))
-        return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "a pipeline of kind %s on %d ranks has %s, not %u; several stages a rank are "
-        "for INTERLEAVED, two in the shape of a V for ZBV",
-        names[kind], ranks,
-        loops ? "1 to 64 chunks"
-        : vee ? "2 chunks a rank"
-              : "1 chunk a rank",
-        given);
+    const bool loops = kind == DTRAIN_PIPELINE_INTERLEAVED;
+    *chunks = ranks == 1 ? 1 : given ? (int)given : loops ? 2 : 1;
+    if (given <= (loops ? 64 : 1)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "a pipeline of kind %s on %d ranks has %s a rank, not %u; several stages a "
+                       "rank are for INTERLEAVED",
+                       names[kind], ranks, loops ? "1 to 64 chunks" : "1 chunk", given);
 }
 
 /* ==== src/strategy/params.c =================================================================== */
@@ -12961,10 +12911,8 @@ DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy,
 
 /* Which stages there are, and who has them: strategy/stages.c. */
 typedef struct dtrain__stage_map {
-    uint32_t kind;           /* dtrain_pipeline_kind */
     int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
-    int32_t stages;          /* of the model; 1 without a pipeline */
-    bool *here;              /* (stages) this rank has it */
+    int32_t stages;          /* of the model, stage s on rank s % ranks; 1 without a pipeline */
     int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
     size_t unit_count, room;
 } dtrain__stage_map;
@@ -12978,8 +12926,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
 /* Return the stage of a unit; -1: no parameter belongs to it. */
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
-/* Return the rank of the pipeline axis that has a stage. */
-DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
 
@@ -13770,13 +13716,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
 /* Stages: which part of a model a rank of a pipeline axis has
  *
  * Units are put into stages in the order in which they first appear in the array of parameters, and
- * stages lie on ranks as the kind of schedule says. Every rank registers the whole array; what it
- * has no part in has no memory here and a count of 0:
+ * stages lie on the ranks in turn. Every rank registers the whole array; what it has no part in has
+ * no memory here and a count of 0:
  *
  *     2 ranks, 2 chunks     unit 0 1 2 | 3 4 | 5 6 | 7 8
  *     stage                      0     |  1  |  2  |  3
- *     rank, INTERLEAVED          0     |  1  |  0  |  1
- *     rank, ZBV                  0     |  1  |  1  |  0
+ *     rank                       0     |  1  |  0  |  1
  *
  * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
  * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients
@@ -13792,27 +13737,20 @@ DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint
     return -1;
 }
 
-DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage)
-{
-    return dtrain__pipeline_place(map->kind, map->ranks, stage).rank;
-}
-
 /* Check that stages have units, each one, and together all of them. */
-static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
-                                         const dtrain_pipeline_desc *desc)
+static dtrain_result dtrain__stage_check(const dtrain__stage_map *map, const uint32_t *units)
 {
     const char *const call = "dtrain_strategy_create";
-    const bool listed = desc && desc->units;
     uint64_t sum = 0;
-    for (int32_t s = 0; s < map->stages && listed; s++) {
-        sum += desc->units[s];
-        if (!desc->units[s])
+    for (int32_t s = 0; s < map->stages && units; s++) {
+        sum += units[s];
+        if (!units[s])
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: pipeline->units gives stage %d of %d no unit; give it one, or "
                                "take fewer ranks or chunks",
                                call, (int)s, (int)map->stages);
     }
-    if (listed && sum != map->unit_count)
+    if (units && sum != map->unit_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the %d numbers of pipeline->units add up to %llu units, and the "
                            "parameters belong to %zu; every unit is in one stage",
@@ -13832,26 +13770,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain__groups *groups)
 {
     memset(map, 0, sizeof *map);
-    map->kind = desc ? desc->kind : 0;
     map->ranks = groups->pipeline_ranks;
     map->rank = groups->pipeline_rank;
     DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
     map->stages = map->ranks * map->chunks;
     map->room = count;
     map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
-    map->here = (bool *)dtrain__alloc(a, (size_t)map->stages, sizeof *map->here, "stages");
-    if (!map->units || !map->here) return DTRAIN_ERROR_MEMORY;
+    if (!map->units) return DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
         if (dtrain__stage_of_unit(map, params[i].unit) < 0)
             map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
-    DTRAIN__TRY(dtrain__stage_check(map, desc));
+    const uint32_t *units = desc && map->stages > 1 ? desc->units : NULL;
+    DTRAIN__TRY(dtrain__stage_check(map, units));
     const size_t even = map->unit_count / (size_t)map->stages;
     const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
     size_t at = 0;
     for (int32_t s = 0; s < map->stages; s++) {
-        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
+        const size_t own = units ? units[s] : even + ((size_t)s < more);
         for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
-        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
     }
     return DTRAIN_OK;
 }
@@ -13859,7 +13795,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a)
 {
     dtrain__free(a, map->units, map->room, 2 * sizeof *map->units);
-    dtrain__free(a, map->here, (size_t)map->stages, sizeof *map->here);
     memset(map, 0, sizeof *map);
 }
 
@@ -13871,7 +13806,7 @@ DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtra
 {
     const dtrain_param *p = storage;
     do {
-        if (dtrain__stage_rank(map, dtrain__stage_of_unit(map, p->unit)) == rank) return true;
+        if (dtrain__stage_of_unit(map, p->unit) % map->ranks == rank) return true;
         p = p->state.next;
     } while (p != storage);
     return false;
@@ -13884,7 +13819,7 @@ DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_p
 {
     for (size_t i = 0; i < count && map->ranks > 1; i++) {
         dtrain_param *p = &params[i];
-        p->state.remote = !map->here[dtrain__stage_of_unit(map, p->unit)];
+        p->state.remote = dtrain__stage_of_unit(map, p->unit) % map->ranks != map->rank;
         if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
     }
 }
@@ -13928,8 +13863,7 @@ DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t 
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
  * several units use, then those that are whole, then weights that stages of several ranks use.
- * Frozen parameters of sharded units have buckets of their own, which are gathered and never
- * reduced. */
+ * Frozen parameters of sharded units have separate buckets, which are gathered, never reduced. */
 
 /* In the order of dtrain_strategy_kind, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
@@ -14031,8 +13965,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(dtrain__words(layout, layout->params[index].count));
 }
 
-/* Close a bucket: pad it, so that its shards, or with several nodes its slices, are of equal
- * length. */
+/* Close a bucket: pad it, so that its shards, or slices of several nodes, have equal lengths. */
 static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const int64_t parts = bucket->cuts ? 1 : bucket->sharded ? layout->ranks : layout->node_ranks;
@@ -14343,8 +14276,7 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
     bucket->typed_values = dtrain__after_low(turns->typed_values[bucket->unit & 1], first);
 }
 
-/* Lay out a bucket's gradients: the memory in which backward makes them, and that of the reduced
- * shard. */
+/* Lay out a bucket's gradients: the memory that backward fills, and that of the reduced shard. */
 static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const bool apart = layout->shards.grads && bucket->sharded;
@@ -15651,8 +15583,7 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
-/* Return the array in which the host has the whole value, or the gradient, of a storage, as its
- * dtype. */
+/* Return the host's array of the whole value, or the gradient, of a storage, as its dtype. */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage)
 {
     return storage->dtype ? storage->typed_value : storage->value;
@@ -15896,8 +15827,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
                        call, strategy->notes.torn);
 }
 
-/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
- * finish. */
+/* Tell whether this rank is between the first gather or mark of a backward and finish. */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
 {
     return strategy->marked_count || strategy->backward != DTRAIN__NONE;
@@ -17921,8 +17851,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, siz
                        what);
 }
 
-/* Refuse arrays that the device cannot read, and values of the host's own where parameters are
- * sharded. */
+/* Refuse arrays that the device cannot read, and the host's values of sharded parameters. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -18175,9 +18104,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
         result = dtrain__strategy_begin(world, params, param_count, &own, &groups, out);
     result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
-    if (result == DTRAIN_OK) return DTRAIN_OK;
-    if (out) dtrain_strategy_destroy(*out);
-    if (out) *out = NULL;
+    if (result != DTRAIN_OK && out) dtrain_strategy_destroy(*out);
+    if (result != DTRAIN_OK && out) *out = NULL;
     return result;
 }
 
@@ -18700,8 +18628,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  * The trainer includes it for an update whose numbers are read from device memory, which can be
  * recorded and replayed. */
 
-/* Parameters with the same hyper-parameters. Their tensors are neighbours in the optimizer's
- * list. */
+/* Parameters with the same hyper-parameters. Their tensors are neighbours in the list. */
 typedef struct dtrain__group {
     dtrain_optimizer_desc desc; /* its own groups are cleared */
     size_t first, count;        /* of the optimizer's tensors */
@@ -19833,8 +19760,7 @@ DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value);
 DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value);
 /* Read true or false. */
 DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value);
-/* Return the kind of the value that comes next: '{', '[', '"', 't', 'f', 'n', '0' for a number, or
- * 0. */
+/* Return the kind of the next value: '{', '[', '"', 't', 'f', 'n', '0' for a number, or 0. */
 DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json);
 /* Step over any value, checking it like the others. */
 DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json);
@@ -19997,8 +19923,7 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket)
     return true;
 }
 
-/* Leave the object or array at its closing bracket, or step over the comma before its next
- * entry. */
+/* Leave the object or array at its closing bracket, or step over the comma before an entry. */
 static bool dtrain__json_next(dtrain__json *json, char close)
 {
     if (json->depth == 0) return dtrain__json_fail(json, "nothing has been entered");
@@ -20313,7 +20238,7 @@ DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
 {
     const dtrain__groups *groups = &strategy->groups;
-    return strategy->stages.here[strategy->stages.stages - 1] &&
+    return groups->pipeline_rank == groups->pipeline_ranks - 1 &&
            groups->tensor_rank == groups->tensor_ranks - 1;
 }
 
@@ -20444,8 +20369,7 @@ DTRAIN__PRIVATE bool dtrain__piece_common(const dtrain_piece *a, const dtrain_pi
  * `part`, which lies in the piece. */
 DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtrain_piece *part,
                                             int64_t i);
-/* Return how many elements of the box of `part`, from element i on, follow one another in `piece`
- * as well. */
+/* Return how many elements of the box of `part`, from i on, follow one another in `piece` too. */
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i);
 
@@ -21338,8 +21262,7 @@ DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
     return pieces ? pieces : ranks;
 }
 
-/* Count the entries of the first tensor of a sorted list. If they do not agree on it, the result is
- * `differ`. */
+/* Count the entries of a sorted list's first tensor; `differ` if they do not agree on it. */
 DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
                                                     const dtrain__held *entries, size_t room,
                                                     size_t *count)
@@ -22549,8 +22472,7 @@ static bool dtrain__cuts_same(const dtrain__load *load)
     return same && more == 0;
 }
 
-/* List the settings that have another text in the manifest. Keys that only one side has do not
- * count. */
+/* List the settings that have another text in the manifest, of the keys that both sides have. */
 static void dtrain__settings_compare(const dtrain__manifest *m, const char *object,
                                      const char *const *pairs, dtrain__name_list *list)
 {
@@ -23164,8 +23086,7 @@ static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t f
     return source;
 }
 
-/* Compare the bytes of two tensors that this run has tied, half a block of each at a
- * time. */
+/* Compare the bytes of two tensors that this run has tied, half a block of each at once. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
 {
@@ -23758,8 +23679,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
                        path, (long long)m->step, (long long)m->ranks, digits);
 }
 
-/* Read the manifest of a checkpoint, without the headers. After an error nothing is left to
- * free. */
+/* Read the manifest of a checkpoint, without headers. After an error nothing is to be freed. */
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {
@@ -24069,8 +23989,7 @@ static int dtrain__stored_by_name(const void *a, const void *b)
     return strcmp(((const dtrain__stored *)a)->name, ((const dtrain__stored *)b)->name);
 }
 
-/* Check that the tensors cover the data, and that no two have one name; leave them sorted by
- * name. */
+/* Check that the tensors cover the data and have different names; leave them sorted by name. */
 static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_bytes,
                                               dtrain__tensor_file *file)
 {
@@ -24429,8 +24348,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage
     return DTRAIN_OK;
 }
 
-/* Write all of the bytes. A write of nothing counts as a full disk: it would be repeated for
- * ever. */
+/* Write all of the bytes. A write of nothing counts as a full disk: no end would come. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
                                                     const char *path, const void *from,
                                                     size_t bytes, uint64_t offset)
@@ -24445,8 +24363,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
     return DTRAIN_OK;
 }
 
-/* Close a file. If the result so far is an error, return it; otherwise the file is on the disk
- * first. */
+/* Close a file. If the result so far is an error, return it; else the file is on the disk. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
                                                      const char *path, dtrain_result result)
 {
@@ -24914,8 +24831,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtr
 
 /* Making a schedule
  *
- * 1. each rank's computations in their order, from the formula of the kind; for ZBV by giving each
- *    rank, whenever it is free, the most urgent of those that are ready
+ * 1. each rank's computations in their order, from the formula of the kind
  * 2. weaving: replay all ranks in time, and put behind each computation the message that it makes,
  *    at the same moment into the list of the sender and into that of the receiver
  *
@@ -24938,20 +24854,9 @@ typedef struct dtrain__run_memory {
 } dtrain__run_memory;
 
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
-/* Return the stage of a rank's action; -1: it has no such chunk. */
-DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,
-                                         const dtrain_pipeline_action *action);
 /* Count the slots and inboxes of a rank. */
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
                                            int *slots, int *inboxes);
-
-/* ---- Stages, ranks and actions ----------------------------------------------------------------*/
-
-DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *s, int rank,
-                                         const dtrain_pipeline_action *action)
-{
-    return dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
-}
 
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action)
 {
@@ -24959,327 +24864,188 @@ DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action)
            action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
 }
 
-/* ---- Making one -------------------------------------------------------------------------------*/
-
-/* Actions in their order. */
-typedef struct dtrain__order {
-    dtrain_pipeline_action *actions;
-    size_t count;
-} dtrain__order;
+/* ---- 1. Computations --------------------------------------------------------------------------*/
 
 typedef struct dtrain__weave_rank {
-    dtrain__order order; /* 1. computations */
-    dtrain__order woven; /* 2. with messages */
-    size_t at;           /* the next of the computations */
-    double clock;        /* until when the rank is busy */
-    int next[4][2];      /* for ZBV, by act and chunk: the next micro-batch; they ascend */
+    dtrain_pipeline_action *actions; /* (count) computations and messages */
+    size_t count;
+    int ordered[4];              /* by act: how many computations are done or next */
+    dtrain_pipeline_action next; /* computation; act 0: all are done */
+    int clock;                   /* until when the rank is busy */
 } dtrain__weave_rank;
+
+/* A slot or inbox of a rank, and what a pass of this number has. */
+typedef struct dtrain__holding {
+    int32_t by_pass; /* number of the pass's slot; -1: it has none */
+    bool taken;      /* the slot, by a pass under way */
+} dtrain__holding;
 
 typedef struct dtrain__weave {
     uint32_t kind;
     int p, v, m; /* ranks, chunks, micro-batches */
-    bool splits;
+    bool splits; /* gradients of weights are separate actions */
     dtrain__weave_rank *ranks;
-    double *done;   /* (3, p * v, m) when a computation ended; below 0: not yet */
-    int32_t *slots; /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
-    bool *taken;    /* (2, p, v * m) by a pass under way */
+    dtrain__holding *held; /* (2, p, v * m) slots, inboxes */
+    int *done;             /* (3, p * v, m) when a computation ended; 0: not yet */
 } dtrain__weave;
 
-static void dtrain__put(dtrain__order *order, uint32_t act, int chunk, int micro)
+/* Find the next computation of a rank. It does a number of forwards first, then a forward and a
+ * backward in turn. That number is all with GPIPE; with one chunk, one for each stage after this
+ * one; with several, a forward and a backward for each of those ranks, and the forwards of a whole
+ * group in all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off:
+ * rank 0 has none to spare, and the last rank computes them where it would wait at the end.
+ *
+ * Groups of p micro-batches (the first ones with more where p does not divide m) go through all
+ * chunks one after the other: forwards from the first chunk on, backwards from the last. */
+static void dtrain__order_next(const dtrain__weave *weave, int rank)
 {
-    const dtrain_pipeline_action action = {act, chunk, micro, -1, -1, -1};
-    order->actions[order->count++] = action;
-}
-
-/* ---- A replay in time, which both steps share -------------------------------------------------*/
-
-static double *dtrain__done(const dtrain__weave *weave, uint32_t act, int stage, int micro)
-{
-    const size_t stages = (size_t)weave->p * (size_t)weave->v;
-    return &weave->done[((act - 1) * stages + (size_t)stage) * (size_t)weave->m + (size_t)micro];
-}
-
-/* Return how long a computation takes: forward, input and weight gradients take alike. */
-static double dtrain__takes(const dtrain__weave *weave, uint32_t act)
-{
-    return act == DTRAIN_PIPELINE_ACT_BACKWARD && !weave->splits ? 2 : 1;
-}
-
-/* Find when a rank can begin a computation; false: what it needs is not done. */
-static bool dtrain__begin_at(const dtrain__weave *weave, int rank,
-                             const dtrain_pipeline_action *action, double *at)
-{
-    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, action->chunk);
-    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const int last = weave->p * weave->v - 1, i = action->micro_batch;
-    double needs = 0, of_rank = 0;
-    if (forward && stage) needs = *dtrain__done(weave, DTRAIN_PIPELINE_ACT_FORWARD, stage - 1, i);
-    if (!forward) of_rank = *dtrain__done(weave, action->act - 1, stage, i);
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD && stage < last)
-        needs = *dtrain__done(weave, DTRAIN_PIPELINE_ACT_BACKWARD, stage + 1, i);
-    if (needs < 0 || of_rank < 0) return false;
-    *at = fmax(weave->ranks[rank].clock, fmax(needs, of_rank));
-    return true;
-}
-
-/* Let a rank do a computation. */
-static void dtrain__replay_do(dtrain__weave *weave, int rank, const dtrain_pipeline_action *action,
-                              double at)
-{
-    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, action->chunk);
-    const double end = at + dtrain__takes(weave, action->act);
-    *dtrain__done(weave, action->act, stage, action->micro_batch) = weave->ranks[rank].clock = end;
-}
-
-static void dtrain__replay_reset(dtrain__weave *weave)
-{
-    const size_t count = 3 * (size_t)weave->p * (size_t)weave->v * (size_t)weave->m;
-    for (size_t i = 0; i < count; i++) weave->done[i] = -1;
-    for (int r = 0; r < weave->p; r++) weave->ranks[r].clock = 0;
-}
-
-/* ---- 1. Computations --------------------------------------------------------------------------*/
-
-/* Return how many groups of micro-batches go through all chunks, one group after the other: of p,
- * the first ones with more where p does not divide m. */
-static int dtrain__groups_in(const dtrain__weave *weave)
-{
-    return weave->m < weave->p ? 1 : weave->m / weave->p;
-}
-
-/* Append number i of a rank's passes: those of a group of micro-batches in one chunk, then in the
- * next one, forwards from the first on, backwards from the last. */
-static void dtrain__put_pass(const dtrain__weave *weave, int rank, uint32_t act, int i)
-{
-    const int v = weave->v, groups = dtrain__groups_in(weave), more = weave->m % groups;
-    int first = 0, group = 0, size = weave->m / groups + (more > 0);
+    const int p = weave->p, v = weave->v, total = weave->m * v;
+    const int groups = weave->m < p ? 1 : weave->m / p, more = weave->m % groups;
+    dtrain__weave_rank *own = &weave->ranks[rank];
+    const int *ordered = own->ordered, backwards = ordered[DTRAIN_PIPELINE_ACT_BACKWARD];
+    int first = 0, group = 0, size = weave->m / groups + (more > 0), ahead = p - rank - 1;
+    if (weave->kind == DTRAIN_PIPELINE_GPIPE) ahead = weave->m;
+    if (weave->kind == DTRAIN_PIPELINE_INTERLEAVED)
+        ahead = 2 * ahead + (v - 1) * (size > p ? size : p);
+    uint32_t act = DTRAIN_PIPELINE_ACT_WEIGHT;
+    if (!weave->splits || ordered[act] >= backwards - rank) {
+        if (ordered[DTRAIN_PIPELINE_ACT_FORWARD] < dtrain__min(total, ahead + backwards + 1))
+            act = DTRAIN_PIPELINE_ACT_FORWARD;
+        else if (backwards < total || !weave->splits) act = DTRAIN_PIPELINE_ACT_BACKWARD;
+    }
+    int i = own->ordered[act]++;
+    own->next.act = i < total ? act : 0;
+    if (i >= total) return;
     while (i >= size * v) {
         i -= size * v;
         first += size;
         size = weave->m / groups + (more > ++group);
     }
-    const int chunk = act == DTRAIN_PIPELINE_ACT_FORWARD ? i / size : v - 1 - i / size;
-    dtrain__put(&weave->ranks[rank].order, act, chunk, first + i % size);
-}
-
-/* Order the computations of a rank: first a number of forwards, then a forward and a backward in
- * turn. That number is all with GPIPE; with one chunk, one for each stage after this one; with
- * several, a forward and a backward for each of those ranks, and the forwards of a whole group in
- * all chunks but the last. With weights apart (ZB_H1) `rank` micro-batches put theirs off: rank 0
- * has none to spare, and the last rank computes them where it would wait at the end. */
-static void dtrain__order_rank(const dtrain__weave *weave, int rank)
-{
-    const int p = weave->p, groups = dtrain__groups_in(weave), total = weave->m * weave->v;
-    const int size = weave->m / groups + (weave->m % groups > 0);
-    int forward = 0, weight = 0, ahead = p - rank - 1;
-    if (weave->kind == DTRAIN_PIPELINE_GPIPE) ahead = weave->m;
-    if (weave->kind == DTRAIN_PIPELINE_INTERLEAVED)
-        ahead = 2 * ahead + (weave->v - 1) * (size > p ? size : p);
-    for (; forward < ahead && forward < total; forward++)
-        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward);
-    for (int i = 0; i < total; i++) {
-        if (forward < total) dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward++);
-        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_BACKWARD, i);
-        if (weave->splits && i >= rank)
-            dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_WEIGHT, weight++);
-    }
-    while (weave->splits && weight < total)
-        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_WEIGHT, weight++);
-}
-
-/* Pick what a free rank does next with ZBV: a backward, of the last stages first, since all others
- * wait for those; a forward, towards them; else a weight. No more than p micro-batches are on a
- * rank at once, which is the memory of 1F1B's first rank. */
-static bool dtrain__vee_pick(const dtrain__weave *weave, int rank, dtrain_pipeline_action *best,
-                             double *at)
-{
-    static const uint32_t acts[] = {DTRAIN_PIPELINE_ACT_BACKWARD, DTRAIN_PIPELINE_ACT_FORWARD,
-                                    DTRAIN_PIPELINE_ACT_WEIGHT};
-    const dtrain__weave_rank *own = &weave->ranks[rank];
-    const bool full =
-        own->next[DTRAIN_PIPELINE_ACT_FORWARD][0] - own->next[DTRAIN_PIPELINE_ACT_WEIGHT][0] >=
-        weave->p;
-    bool found = false;
-    for (int i = 0; i < 6; i++) {
-        const uint32_t act = acts[i / 2];
-        const int chunk = 1 - i % 2;
-        const dtrain_pipeline_action choice = {act, chunk, own->next[act][chunk], -1, -1, -1};
-        double begin;
-        if (choice.micro_batch == weave->m) continue;
-        if (full && act == DTRAIN_PIPELINE_ACT_FORWARD && chunk == 0) continue;
-        if (!dtrain__begin_at(weave, rank, &choice, &begin)) continue;
-        if (found && begin >= *at) continue;
-        *best = choice;
-        *at = begin;
-        found = true;
-    }
-    return found;
-}
-
-/* Give the rank that can begin first its next computation, until all is done. */
-static void dtrain__order_zbv(dtrain__weave *weave)
-{
-    for (;;) {
-        dtrain_pipeline_action next, best = {0, 0, 0, -1, -1, -1};
-        int rank = -1;
-        double at = 0, begin;
-        for (int r = 0; r < weave->p; r++) {
-            if (!dtrain__vee_pick(weave, r, &next, &begin)) continue;
-            if (rank >= 0 && begin >= at) continue;
-            rank = r, at = begin, best = next;
-        }
-        if (rank < 0) return;
-        dtrain__replay_do(weave, rank, &best, at);
-        dtrain__put(&weave->ranks[rank].order, best.act, best.chunk, best.micro_batch);
-        weave->ranks[rank].next[best.act][best.chunk]++;
-    }
+    own->next.chunk = act == DTRAIN_PIPELINE_ACT_FORWARD ? i / size : v - 1 - i / size;
+    own->next.micro_batch = first + i % size;
 }
 
 /* ---- 2. Weaving -------------------------------------------------------------------------------*/
 
-/* Return where a pass notes its slot, or (inbox) its inbox. */
-static int32_t *dtrain__held_by(const dtrain__weave *weave, bool inbox, int rank, int chunk,
-                                int micro)
+static int *dtrain__done(const dtrain__weave *weave, uint32_t act, int stage, int micro)
 {
-    const size_t passes = (size_t)weave->v * (size_t)weave->m;
-    const size_t pass = (size_t)chunk * (size_t)weave->m + (size_t)micro;
-    return &weave->slots[((size_t)inbox * (size_t)weave->p + (size_t)rank) * passes + pass];
+    const size_t stages = (size_t)weave->p * (size_t)weave->v;
+    return &weave->done[((act - 1) * stages + (size_t)stage) * (size_t)weave->m + (size_t)micro];
 }
 
-static bool *dtrain__taken(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
+/* Return when the next computation of a rank ends, where forward, input and weight gradients take 1
+ * each; 0: none is left, or what it needs is not done. */
+static int dtrain__next_ends(const dtrain__weave *weave, int rank)
 {
-    return weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots) + slot;
+    const dtrain_pipeline_action *next = &weave->ranks[rank].next;
+    const bool backward = next->act == DTRAIN_PIPELINE_ACT_BACKWARD;
+    const int stage = next->chunk * weave->p + rank, i = next->micro_batch;
+    int begin = weave->ranks[rank].clock, from = -1; /* stage whose message it needs */
+    if (next->act == 0) return 0;
+    if (next->act > DTRAIN_PIPELINE_ACT_FORWARD && !*dtrain__done(weave, next->act - 1, stage, i))
+        return 0;
+    if (next->act == DTRAIN_PIPELINE_ACT_FORWARD) from = stage - 1;
+    if (backward && stage + 1 < weave->p * weave->v) from = stage + 1;
+    if (from >= 0) {
+        const int came = *dtrain__done(weave, next->act, from, i);
+        if (!came) return 0;
+        if (came > begin) begin = came;
+    }
+    return begin + (backward && !weave->splits ? 2 : 1);
+}
+
+/* Return the slots, or (inbox) the inboxes, of a rank. */
+static dtrain__holding *dtrain__holdings(const dtrain__weave *weave, bool inbox, int rank)
+{
+    const size_t passes = (size_t)weave->v * (size_t)weave->m;
+    return &weave->held[((size_t)inbox * (size_t)weave->p + (size_t)rank) * passes];
 }
 
 /* Let a pass have the lowest free slot or inbox of its rank. */
-static void dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank, int chunk,
-                              int micro)
+static void dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank, int pass)
 {
+    dtrain__holding *held = dtrain__holdings(weave, inbox, rank);
     int32_t slot = 0;
-    while (*dtrain__taken(weave, inbox, rank, slot)) slot++;
-    *dtrain__taken(weave, inbox, rank, slot) = true;
-    *dtrain__held_by(weave, inbox, rank, chunk, micro) = slot;
+    while (held[slot].taken) slot++;
+    held[slot].taken = true;
+    held[pass].by_pass = slot;
 }
 
-/* Append an action, with the slot and inbox of its pass, to the list of its rank. */
+/* Append an action, with the slot and inbox that its pass has, to the list of its rank. */
 static void dtrain__weave_put(const dtrain__weave *weave, int rank, uint32_t act, int chunk,
                               int micro, int peer)
 {
+    const int pass = chunk * weave->m + micro;
     const dtrain_pipeline_action action = {act,
                                            chunk,
                                            micro,
                                            peer,
-                                           *dtrain__held_by(weave, false, rank, chunk, micro),
-                                           *dtrain__held_by(weave, true, rank, chunk, micro)};
-    dtrain__order *woven = &weave->ranks[rank].woven;
-    woven->actions[woven->count++] = action;
+                                           dtrain__holdings(weave, false, rank)[pass].by_pass,
+                                           dtrain__holdings(weave, true, rank)[pass].by_pass};
+    dtrain__weave_rank *own = &weave->ranks[rank];
+    own->actions[own->count++] = action;
 }
 
-/* Append a computation, and the message that it makes to the lists of both ranks; the last use of a
- * pass gives its slot and inbox back. */
-static void dtrain__weave_compute(dtrain__weave *weave, int rank,
-                                  const dtrain_pipeline_action *action, double at)
+/* Append the next computation of a rank, and the message that it makes to the lists of both ranks;
+ * the last use of a pass gives its slot and inbox back. */
+static void dtrain__weave_next(const dtrain__weave *weave, int rank, int end)
 {
-    const int chunk = action->chunk, micro = action->micro_batch;
-    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, chunk);
-    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const bool weight = action->act == DTRAIN_PIPELINE_ACT_WEIGHT;
-    const int to = forward ? stage + 1 : stage - 1;
-    if (forward) dtrain__take_slot(weave, false, rank, chunk, micro);
-    dtrain__replay_do(weave, rank, action, at);
-    dtrain__weave_put(weave, rank, action->act, chunk, micro, -1);
+    const uint32_t act = weave->ranks[rank].next.act;
+    const int chunk = weave->ranks[rank].next.chunk, micro = weave->ranks[rank].next.micro_batch;
+    const int pass = chunk * weave->m + micro, stage = chunk * weave->p + rank;
+    const bool forward = act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const bool weight = act == DTRAIN_PIPELINE_ACT_WEIGHT;
+    const int to = forward ? stage + 1 : stage - 1, peer = to % weave->p, there = to / weave->p;
+    if (forward) dtrain__take_slot(weave, false, rank, pass);
+    *dtrain__done(weave, act, stage, micro) = weave->ranks[rank].clock = end;
+    dtrain__weave_put(weave, rank, act, chunk, micro, -1);
     if (!weight && to >= 0 && to < weave->p * weave->v) {
-        const dtrain__place_of_stage place = dtrain__pipeline_place(weave->kind, weave->p, to);
-        const uint32_t act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-        if (place.rank != rank) {
-            if (forward) dtrain__take_slot(weave, true, place.rank, place.chunk, micro);
-            dtrain__weave_put(weave, rank, act, chunk, micro, place.rank);
-            dtrain__weave_put(weave, place.rank, act + 1, place.chunk, micro, rank);
-        }
+        const uint32_t sends =
+            forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+        if (forward) dtrain__take_slot(weave, true, peer, there * weave->m + micro);
+        dtrain__weave_put(weave, rank, sends, chunk, micro, peer);
+        dtrain__weave_put(weave, peer, sends + 1, there, micro, rank);
     }
+    dtrain__order_next(weave, rank);
     if (forward || weight != weave->splits) return;
     for (int inbox = 0; inbox < 2; inbox++) {
-        const int32_t held = *dtrain__held_by(weave, inbox, rank, chunk, micro);
-        if (held >= 0) *dtrain__taken(weave, inbox, rank, held) = false;
+        dtrain__holding *held = dtrain__holdings(weave, inbox, rank);
+        if (held[pass].by_pass >= 0) held[held[pass].by_pass].taken = false;
+        held[pass].by_pass = -1;
     }
     if (micro == weave->m - 1)
-        dtrain__put(&weave->ranks[rank].woven, DTRAIN_PIPELINE_ACT_REDUCE, chunk, micro);
+        dtrain__weave_put(weave, rank, DTRAIN_PIPELINE_ACT_REDUCE, chunk, micro, -1);
 }
 
 /* Do both steps; false: an order of step 1 waits for itself. */
-static bool dtrain__weave_run(dtrain__weave *weave)
+static bool dtrain__weave_run(const dtrain__weave *weave)
 {
-    dtrain__replay_reset(weave);
-    if (weave->kind == DTRAIN_PIPELINE_ZBV) dtrain__order_zbv(weave);
-    else
-        for (int r = 0; r < weave->p; r++) dtrain__order_rank(weave, r);
-    dtrain__replay_reset(weave);
+    for (int r = 0; r < weave->p; r++) dtrain__order_next(weave, r);
     for (;;) {
-        dtrain__weave_rank *first = NULL; /* whose next computation ends first, of all that can
-                                             begin */
-        double at = 0, end = 0, begin;
+        int first = -1, end = 0; /* the rank whose next computation ends first */
         for (int r = 0; r < weave->p; r++) {
-            dtrain__weave_rank *rank = &weave->ranks[r];
-            if (rank->at == rank->order.count) continue;
-            const dtrain_pipeline_action *action = &rank->order.actions[rank->at];
-            if (!dtrain__begin_at(weave, r, action, &begin)) continue;
-            const double ends = begin + dtrain__takes(weave, action->act);
-            if (!first || ends < end) first = rank, at = begin, end = ends;
+            const int ends = dtrain__next_ends(weave, r);
+            if (ends && (first < 0 || ends < end)) first = r, end = ends;
         }
-        if (!first) break;
-        dtrain__weave_compute(weave, (int)(first - weave->ranks),
-                              &first->order.actions[first->at++], at);
+        if (first < 0) break;
+        dtrain__weave_next(weave, first, end);
     }
     for (int r = 0; r < weave->p; r++) {
-        if (weave->ranks[r].at < weave->ranks[r].order.count) return false;
-        dtrain__put(&weave->ranks[r].woven, DTRAIN_PIPELINE_ACT_STEP, 0, weave->m - 1);
+        if (weave->ranks[r].next.act) return false;
+        dtrain__weave_put(weave, r, DTRAIN_PIPELINE_ACT_STEP, 0, weave->m - 1, -1);
     }
     return true;
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the woven lists into a schedule; NULL: no memory. */
-static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
-{
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const size_t ranks = (size_t)weave->p;
-    size_t count = 0;
-    for (size_t r = 0; r < ranks; r++) count += weave->ranks[r].woven.count;
-    dtrain_pipeline_schedule *schedule =
-        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
-    if (!schedule) return NULL;
-    schedule->kind = weave->kind;
-    schedule->ranks = weave->p;
-    schedule->chunks = weave->v;
-    schedule->micro_batches = weave->m;
-    schedule->room = count;
-    schedule->first =
-        (size_t *)dtrain__alloc(&allocator, ranks + 1, sizeof *schedule->first, "a schedule");
-    schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
-        &allocator, count, sizeof *schedule->actions, "a schedule");
-    schedule->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, ranks,
-                                                           sizeof *schedule->memory, "a schedule");
-    if (!schedule->first || !schedule->actions || !schedule->memory) {
-        dtrain_pipeline_destroy(schedule);
-        return NULL;
-    }
-    for (size_t r = 0; r < ranks; r++) {
-        const dtrain__order *woven = &weave->ranks[r].woven;
-        memcpy(schedule->actions + schedule->first[r], woven->actions,
-               woven->count * sizeof *woven->actions);
-        schedule->first[r + 1] = schedule->first[r] + woven->count;
-    }
-    return schedule;
-}
-
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out)
 {
-    const char *const call = "dtrain_pipeline_create";
+    const char *const call = "dtrain_pipeline_create", *const what = "a schedule";
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     const int limit = DTRAIN__PASSES_MOST;
-    dtrain_result result = DTRAIN_OK;
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
     dtrain__weave weave;
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
@@ -25294,33 +25060,45 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
-    weave.splits = dtrain__pipeline_splits(weave.kind);
+    weave.splits = weave.kind == DTRAIN_PIPELINE_ZB_H1;
 
-    /* one piece of memory for all lists: elements of 8 bytes first */
-    const size_t p = (size_t)ranks, passes = (size_t)chunks * (size_t)micro_batches;
-    const size_t most = 7 * passes + (size_t)chunks + 1; /* actions of a rank */
-    const size_t bytes = p * sizeof *weave.ranks + 3 * p * passes * sizeof *weave.done +
-                         2 * p * most * sizeof(dtrain_pipeline_action) +
-                         2 * p * passes * (sizeof *weave.slots + sizeof *weave.taken);
-    weave.ranks = (dtrain__weave_rank *)dtrain__alloc(&allocator, bytes, 1, "a schedule");
-    if (!weave.ranks) return DTRAIN_ERROR_MEMORY;
-    weave.done = (double *)(weave.ranks + p);
-    dtrain_pipeline_action *const actions = (dtrain_pipeline_action *)(weave.done + 3 * p * passes);
-    weave.slots = (int32_t *)(actions + 2 * p * most);
-    weave.taken = (bool *)(weave.slots + 2 * p * passes);
-    for (size_t r = 0; r < p; r++) {
-        weave.ranks[r].order.actions = actions + 2 * r * most;
-        weave.ranks[r].woven.actions = actions + (2 * r + 1) * most;
+    /* of a rank: computations, two messages to and from each neighbour, REDUCE, STEP */
+    const size_t p = (size_t)ranks, v = (size_t)chunks, m = (size_t)micro_batches;
+    const size_t passes = p * v * m,
+                 room = (2 + weave.splits) * passes + 4 * (passes - m) + p * (v + 1);
+    const size_t bytes =
+        p * sizeof *weave.ranks + 2 * passes * sizeof *weave.held + 3 * passes * sizeof *weave.done;
+    dtrain_pipeline_schedule *s =
+        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *s, what);
+    weave.ranks = (dtrain__weave_rank *)dtrain__alloc(&allocator, bytes, 1, what);
+    if (s) {
+        s->kind = weave.kind;
+        s->ranks = ranks, s->chunks = chunks, s->micro_batches = micro_batches;
+        s->room = room;
+        s->first = (size_t *)dtrain__alloc(&allocator, p + 1, sizeof *s->first, what);
+        s->actions =
+            (dtrain_pipeline_action *)dtrain__alloc(&allocator, room, sizeof *s->actions, what);
+        s->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, p, sizeof *s->memory, what);
     }
-    for (size_t i = 0; i < 2 * p * passes; i++) weave.slots[i] = -1;
-
-    if (!dtrain__weave_run(&weave))
-        result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                             "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
-                             "multiple of %d",
-                             call, ranks, micro_batches, ranks);
-    else if (!(*out = dtrain__schedule_of(&weave))) result = DTRAIN_ERROR_MEMORY;
+    if (weave.ranks && s && s->first && s->actions && s->memory) {
+        weave.held = (dtrain__holding *)(weave.ranks + p);
+        weave.done = (int *)(weave.held + 2 * passes);
+        for (size_t i = 0; i < 2 * passes; i++) weave.held[i].by_pass = -1;
+        for (size_t r = 0; r < p; r++) {
+            const size_t neighbours = 2 * v - (r == 0) - (r == p - 1);
+            weave.ranks[r].actions = s->actions + s->first[r];
+            s->first[r + 1] = s->first[r] + m * (v * (2 + weave.splits) + 2 * neighbours) + v + 1;
+        }
+        result = dtrain__weave_run(&weave)
+                     ? DTRAIN_OK
+                     : dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use "
+                                   "a multiple of %d",
+                                   call, ranks, micro_batches, ranks);
+    }
     dtrain__free(&allocator, weave.ranks, bytes, 1);
+    if (result == DTRAIN_OK) *out = s;
+    else dtrain_pipeline_destroy(s);
     return result;
 }
 
@@ -25358,9 +25136,8 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
  *     starts            waits      starts         waits for  starts                waits for
  *     (waits for the inbox' last)                 SEND 1                           SEND_GRADIENT 1
  *
- * What SEND sends may lie in the pass's inbox, or in those of an earlier stage of this rank, where
- * a stage only passes it on. All of them are given back behind the backward, and a gradient that
- * came back says that it was taken; but there may be none.
+ * What SEND sends can lie in the pass's inbox, where a stage only passes it on. The backward gives
+ * the inbox back, and a gradient that came back says that it was taken; but there may be none.
  *
  * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
  * be after the slot's next BACKWARD. Only the next SEND_GRADIENT of the slot waits for it.
@@ -25454,8 +25231,7 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     }
     if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
         return run->work->compute(run->work->user, action);
-    snprintf(stage, sizeof stage, "stage %d",
-             dtrain__action_stage(run->schedule, run->rank, action));
+    snprintf(stage, sizeof stage, "stage %d", action->chunk * run->schedule->ranks + run->rank);
     const uint32_t span =
         dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
                            names[action->act - DTRAIN_PIPELINE_ACT_FORWARD], action->micro_batch);
@@ -25474,7 +25250,7 @@ static dtrain_result dtrain__run_place(const dtrain__runner *run,
                                         "REDUCE", "STEP"};
     const dtrain_pipeline_schedule *s = run->schedule;
     return dtrain_fail(result, "stage %d of %d, %s of micro-batch %d: %s",
-                       dtrain__action_stage(s, run->rank, action), s->ranks * s->chunks,
+                       action->chunk * s->ranks + run->rank, s->ranks * s->chunks,
                        names[action->act], (int)action->micro_batch,
                        dtrain__bare(dtrain_last_error()));
 }
@@ -25739,12 +25515,11 @@ typedef struct dtrain__pass {
 typedef struct dtrain__pass_slot {
     dtrain__pass pass;
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
-    int32_t stage;                    /* this and what follows: see stage.c */
-    struct dtrain__pass_slot *batch;  /* the slot with the inputs of this micro-batch */
-    struct dtrain__pass_slot *before; /* the slot of the stage before, if this rank has it; or */
-    void **received;                  /* (crossing_count) the addresses of an inbox */
-    dtrain__tape_tensor *listed;      /* inputs, and in a survey all tensors; the latest first */
-    struct dtrain__crossed *crossed;  /* (crossing_count) */
+    int32_t stage;                   /* this and what follows: see stage.c */
+    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
+    void **received;                 /* (crossing_count) addresses of the pass's inbox, or NULL */
+    dtrain__tape_tensor *listed;     /* inputs, and in a survey all tensors; the latest first */
+    struct dtrain__crossed *crossed; /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
 
@@ -25986,12 +25761,6 @@ typedef struct dtrain__inbox {
     void **received; /* (crossing_count) */
 } dtrain__inbox;
 
-/* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
- * rank; both -1: in the first stage. */
-typedef struct dtrain__stage_source {
-    int32_t inbox, slot;
-} dtrain__stage_source;
-
 typedef struct dtrain__stages {
     const dtrain__stage_map *map;
     int32_t at;             /* the stage whose unit the pass is in */
@@ -26015,19 +25784,15 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stage,
                                                  const dtrain_pipeline_action *action, bool empty,
                                                  size_t i, dtrain_pipeline_part *part);
-/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. Stage
- * DTRAIN__SURVEY, in slot 0 of a tape that was reset: all stages are remote, and stage_end notes
- * what crosses. */
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch, inbox
+ * has what earlier stages made (-1: no stage is before). Stage DTRAIN__SURVEY, in slot 0 of a tape
+ * that was reset: all stages are remote, and stage_end notes what crosses. */
 #define DTRAIN__SURVEY -1
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
-                                                  int32_t stage, dtrain__stage_source source,
-                                                  uint32_t flags, uint64_t seed);
+                                                  int32_t stage, int32_t inbox, uint32_t flags,
+                                                  uint64_t seed);
 /* End a survey, or check that the pass of a stage has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
-/* Find addresses for the gradients of what the next stage has read; or take them over from a slot
- * of this rank after its backward. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
-                                                 const uint32_t *from);
 /* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
  * micro-batch of the step comes, so that no gradient is ready. halves: gradients of parameters are
  * left to stage_weights. */
@@ -26617,7 +26382,8 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
                            integer ? "i32" : "f32");
     DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
     if (stages && stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
-    if (dtrain__is_surveying(op->tape)) made->read_here |= stages->map->here[stages->at];
+    if (dtrain__is_surveying(op->tape))
+        made->read_here |= stages->at % stages->map->ranks == stages->map->rank;
     if (stages && !node->remote && made->remote)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "stage %d reads a tensor of stage %d, which it did not do in the first "
@@ -28173,8 +27939,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Count two products of d elements for each pair of a query and a key that it sees: scores,
- * values. */
+/* Count two products of d elements for each query and each key that it sees: scores, values. */
 static double dtrain__attention_flops(const dtrain_attention_args *args)
 {
     const double keys = (double)args->keys, queries = (double)args->queries;
@@ -30076,7 +29841,7 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     slot->crossed[k].tensor = made;
     if (crossing->stage >= slot->stage || crossing->last_stage < slot->stage) return;
     made->remote = false;
-    x->data = slot->received ? slot->received[k] : slot->before->crossed[k].tensor->tensor.data;
+    x->data = slot->received[k];
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tape_tensor *made,
@@ -30179,9 +29944,8 @@ static bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool grad
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
-                                                  uint32_t batch, int32_t stage,
-                                                  dtrain__stage_source source, uint32_t flags,
-                                                  uint64_t seed)
+                                                  uint32_t batch, int32_t stage, int32_t inbox,
+                                                  uint32_t flags, uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &tape->slots[number];
@@ -30193,8 +29957,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     }
     slot->stage = stage;
     slot->batch = &tape->slots[batch];
-    slot->received = source.inbox >= 0 ? stages->inboxes[source.inbox].received : NULL;
-    slot->before = source.slot >= 0 ? &tape->slots[source.slot] : NULL;
+    slot->received = inbox >= 0 ? stages->inboxes[inbox].received : NULL;
     slot->listed = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
@@ -30215,24 +29978,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
                           "stage %d of %d: which operations it calls must not depend on values",
                           slot->next_crossing, stages->crossing_count, (int)stages->at,
                           (int)stages->map->stages));
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
-                                                 const uint32_t *from)
-{
-    dtrain__pass_slot *slot = &tape->slots[number];
-    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        dtrain__tape_tensor *x = slot->crossed[k].tensor;
-        bool accumulate;
-        if (from) {
-            dtrain__tape_tensor *y = tape->slots[*from].crossed[k].tensor;
-            x->gradient = y->gradient;
-            x->tensor.grad = y->tensor.grad;
-            y->gradient = NULL;
-            y->tensor.grad = NULL;
-        } else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
-    }
-    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t number,
@@ -30274,6 +30019,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
     const bool seeds = action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
     const int32_t before = receives || gives_back ? stage - 1 : stage;
     dtrain__bump *zeros = &stages->zeros;
+    dtrain__crossed *crossed = receives ? NULL : tape->slots[action->slot].crossed;
+    bool accumulate;
     size_t k;
     if (empty && (gives_back || seeds)) return DTRAIN_OK;
     if (receives && i == 0) {
@@ -30286,11 +30033,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
         }
     }
     for (k = 0; gives_back && i == 0 && k < stages->crossing_count; k++) {
-        dtrain__crossed *crossed = &tape->slots[action->slot].crossed[k];
-        dtrain__scratch_give(crossed->sent);
-        crossed->sent = NULL;
+        dtrain__scratch_give(crossed[k].sent);
+        crossed[k].sent = NULL;
     }
-    if (seeds && i == 0) DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
+    for (size_t n = 0; seeds && i == 0 && dtrain__stage_item(tape, stage, true, n, &k); n++)
+        DTRAIN__TRY(dtrain__gradient_open(tape, &crossed[k].tensor->tensor, &accumulate));
     if (!dtrain__stage_item(tape, before, gives_back || seeds, i, &k)) return DTRAIN_OK;
     const dtrain__crossing *c = &stages->crossings[k];
     if (receives) {
@@ -30303,7 +30050,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_part(dtrain_tape *tape, int32_t stag
             dtrain__tape_stick(tape, tape->device->ops->zero(tape->device, part->address,
                                                              (size_t)(zeros->bytes - bytes)));
     } else {
-        const dtrain__tape_tensor *x = tape->slots[action->slot].crossed[k].tensor;
+        const dtrain__tape_tensor *x = crossed[k].tensor;
         part->address = !x ? NULL : gives_back || seeds ? x->tensor.grad : x->tensor.data;
     }
     if (!part->address) return tape->error;
@@ -30372,8 +30119,7 @@ DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, u
 
 /* The tape's memory
  *
- * Chunks from the device or the host, arenas that are moved through and rewound, and tensors made
- * in them. */
+ * Chunks of the device or the host, arenas that are filled and rewound, tensors made in them. */
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
@@ -31160,8 +30906,7 @@ static dtrain_result dtrain__data_sample(dtrain_dataset *dataset, const dtrain__
     return DTRAIN_OK;
 }
 
-/* Open the files in order and check each one's format; its items follow those of the file
- * before. */
+/* Open the files in order and check each one's format; items follow those of the file before. */
 static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
     uint32_t format = desc->format;
@@ -32129,8 +31874,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
 /* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
                                                     dtrain_batch_fn next_batch);
-/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on.
- * Once. */
+/* Fail on all ranks, once, if trainers or optimizers differ in what a step's numbers depend on. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer);
 
 /* train/plan.c */
@@ -32316,8 +32060,7 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
     return dtrain__weight_of(strategy, &queued->samples);
 }
 
-/* Queue a whole step, by the same calls in the same order whether the device runs or records
- * them. */
+/* Queue a whole step, by the same calls whether the device runs or records them. */
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -32491,24 +32234,13 @@ typedef struct dtrain__pipeline {
     dtrain_pipeline_schedule *forward; /* of one micro-batch without its backward */
     const dtrain__model_pass *pass;    /* that the ranks run now */
     int last;                          /* stage of the model */
-    int32_t *slots;                    /* (chunks, micro_batches) */
     size_t result_bytes;               /* page-locked, of the trainer's results; 0: none */
     bool agreed;                       /* all ranks have the same full batch */
 } dtrain__pipeline;
 
-/* Return the slot of a micro-batch's pass of a stage; -1: no stage of this rank. */
-static int32_t dtrain__line_slot(const dtrain_trainer *trainer, int stage, int32_t micro)
-{
-    const dtrain_pipeline_schedule *s = trainer->pipeline->schedule;
-    if (stage < 0) return -1;
-    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, stage);
-    if (place.rank != trainer->groups.pipeline_rank) return -1;
-    return trainer->pipeline->slots[place.chunk * s->micro_batches + micro];
-}
-
 static int dtrain__line_stage(const dtrain_trainer *trainer, const dtrain_pipeline_action *action)
 {
-    return dtrain__action_stage(trainer->pipeline->schedule, trainer->groups.pipeline_rank, action);
+    return action->chunk * trainer->groups.pipeline_ranks + trainer->groups.pipeline_rank;
 }
 
 /* Forget the passes before, and begin those of a step or of an evaluation. */
@@ -32535,9 +32267,8 @@ static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_tensor **
  * stage makes the tensor that it returns. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor **made)
 {
-    const dtrain__stage_source none = {-1, -1};
     const dtrain__model_pass *pass = trainer->pipeline->pass;
-    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, none, pass->flags, 0));
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, 0, 0, DTRAIN__SURVEY, -1, pass->flags, 0));
     DTRAIN__TRY(dtrain__line_call(trainer, made));
     const int stage = dtrain__stage_of(*made);
     if (stage == trainer->pipeline->last) return DTRAIN_OK;
@@ -32575,10 +32306,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     if (first) DTRAIN__TRY(dtrain__line_fetch(trainer, micro));
     if (micro->joined) return last ? dtrain__end_sums(strategy, 0, true) : DTRAIN_OK;
     if (first) micro->slot = slot;
-    line->slots[action->chunk * line->schedule->micro_batches + number] = slot;
-    dtrain__stage_source source = {action->inbox, dtrain__line_slot(trainer, stage - 1, number)};
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)slot, (uint32_t)micro->slot, stage,
-                                    source, pass->flags, seed));
+                                    action->inbox, pass->flags, seed));
     DTRAIN__TRY(dtrain__line_call(trainer, &micro->made));
     micro->samples = dtrain__samples_of(micro->made);
     if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
@@ -32608,9 +32337,7 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     dtrain_tensor *loss = stage == trainer->pipeline->last ? micro->made : NULL;
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, loss, dtrain__micro_scale(trainer),
                                        more,
-                                       dtrain__pipeline_splits(trainer->pipeline->schedule->kind)));
-    const int32_t before = dtrain__line_slot(trainer, stage - 1, number);
-    if (before >= 0) DTRAIN__TRY(dtrain__stage_seed(trainer->tape, (uint32_t)before, &slot));
+                                       trainer->pipeline->schedule->kind == DTRAIN_PIPELINE_ZB_H1));
     return loss ? dtrain__loss_read(trainer, (uint32_t)number, loss) : DTRAIN_OK;
 }
 
@@ -32712,9 +32439,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(result);
     result = dtrain_pipeline_run(s, trainer->groups.pipeline, &work);
     if (pass->own && result == DTRAIN_OK)
-        result = dtrain_broadcast(
-            trainer->groups.pipeline, pass->values, (size_t)pass->count, DTRAIN_DTYPE_F32,
-            dtrain__pipeline_place(s->kind, s->ranks, trainer->pipeline->last).rank, NULL);
+        result = dtrain_broadcast(trainer->groups.pipeline, pass->values, (size_t)pass->count,
+                                  DTRAIN_DTYPE_F32, s->ranks - 1, NULL);
     return dtrain__strategy_keep(trainer->desc.strategy, result);
 }
 
@@ -32750,11 +32476,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     slots = (int)dtrain__max(slots, f->chunks); /* an evaluation has one a chunk */
     inboxes = (int)dtrain__max(inboxes, f->chunks);
     line->last = ranks * f->chunks - 1;
-    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)f->chunks, sizeof *line->slots,
-                                           "slots of passes");
-    if (!line->slots) return DTRAIN_ERROR_MEMORY;
-    if (dtrain__pipeline_place(f->kind, ranks, line->last).rank == rank && device &&
-        device->ops->event_query) { /* the host queues passes ahead of the device */
+    if (rank == ranks - 1 && device && device->ops->event_query) { /* passes are queued ahead */
         void *memory;
         const size_t bytes = micros * sizeof *trainer->results;
         DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
@@ -32774,9 +32496,6 @@ DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
         device->ops->synchronize(device); /* of a step that failed */
         device->ops->host_free(device, trainer->results, line->result_bytes);
     }
-    if (line->slots)
-        dtrain__free(a, line->slots, trainer->desc.micro_batches * (size_t)line->schedule->chunks,
-                     sizeof *line->slots);
     dtrain_pipeline_destroy(line->schedule);
     dtrain_pipeline_destroy(line->forward);
     dtrain__free(a, line, 1, sizeof *line);
@@ -33289,8 +33008,7 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 
 /* ---- The words of this rank -------------------------------------------------------------------*/
 
-/* Read the clock and the counters of communicators, spans and tape, each into the word that it
- * measures. */
+/* Read the clock, the counters of communicators, spans and tape, each into the word it measures. */
 static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words)
 {
     static const struct {
@@ -33790,8 +33508,7 @@ static inline double dtrain__wall_time(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* A file that records are appended to: the whole of a record, or nothing of it if the file can be
- * cut. */
+/* A file that records are appended to: all of a record, or none of it if it can be cut. */
 typedef struct dtrain__records {
     FILE *stream; /* the host's; NULL: fd */
     int fd;       /* -1: none */
@@ -33908,8 +33625,7 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the texts of desc into memory, one after the other; NULL: count their bytes. An empty text
- * is none. */
+/* Copy the texts of desc into memory; NULL: count their bytes. An empty text is none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
     const char **const texts[] = {&desc->jsonl_path, &desc->tensorboard_dir, &desc->run_name,
@@ -35489,8 +35205,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
 /* The MPI transport
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
- * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
+ * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what
+ * ranks call, has no deadline and fixes no order of additions: the engine and this file do. A
+ * collective sends:
  *
  *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
  *                must agree; a small operation is complete now
@@ -35739,22 +35456,13 @@ static void dtrain__mpi_poll(dtrain_comm *base)
     ++*base->moves;
 }
 
-/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
-static size_t dtrain__mpi_write_shown(const dtrain_transport_work *work, dtrain_call *at)
-{
-    const size_t bytes = work->small ? work->send_bytes : 0;
-    *at = work->call;
-    if (bytes) memcpy(at + 1, work->what.send, bytes);
-    return sizeof *at + bytes;
-}
-
 static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->size, rank = base->rank;
     dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
-    const size_t bytes = dtrain__mpi_write_shown(work, record);
+    const size_t bytes = dtrain__write_shown(work, record);
     for (int i = 1; i < size; i++)
         dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
     for (int i = 1; i < size; i++)
@@ -35786,7 +35494,7 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
         if (own->round == 0) {
             if (sends)
                 dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
-                                 &record->call, dtrain__mpi_write_shown(work, &record->call));
+                                 &record->call, dtrain__write_shown(work, &record->call));
             else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
             continue;
         }
@@ -35825,8 +35533,7 @@ static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_coll
     return true;
 }
 
-/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
- * temporary. */
+/* Return the address of chunk c of this rank's sum: in recv if it receives it, else temporary. */
 static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
                              size_t offset)
 {
@@ -35952,8 +35659,8 @@ static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
     dtrain__unpromise(comm->world, bytes);
 }
 
-/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
- * be in flight: for every operation of the window a record each way, the four requests of one
+/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there
+ * can be in flight: for every operation of the window a record each way, the four requests of one
  * round, and one of a send and of a receive. */
 static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
@@ -36092,8 +35799,8 @@ static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
 }
 
-/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD, and
- * duplicate it: that keeps the program's messages apart from these. */
+/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD,
+ * and duplicate it: that keeps the program's messages apart from these. */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     const MPI_Comm given =

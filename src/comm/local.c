@@ -217,8 +217,7 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* The direct path. Of a sum or a broadcast compute this rank's slice in every rank's result; in
  * place, an all-reduce overwrites a slice that no other rank reads. Otherwise take from each rank
- * what belongs into this rank's result as it is, the next rank's first, so that not all read the
- * same rank. */
+ * what belongs into this rank's result, the next rank's first: not all read the same rank. */
 static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;

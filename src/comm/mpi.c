@@ -1,8 +1,9 @@
 /* The MPI transport
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
- * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
+ * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what
+ * ranks call, has no deadline and fixes no order of additions: the engine and this file do. A
+ * collective sends:
  *
  *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
  *                must agree; a small operation is complete now
@@ -226,22 +227,13 @@ static void dtrain__mpi_poll(dtrain_comm *base)
     ++*base->moves;
 }
 
-/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
-static size_t dtrain__mpi_write_shown(const dtrain_transport_work *work, dtrain_call *at)
-{
-    const size_t bytes = work->small ? work->send_bytes : 0;
-    *at = work->call;
-    if (bytes) memcpy(at + 1, work->what.send, bytes);
-    return sizeof *at + bytes;
-}
-
 static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->size, rank = base->rank;
     dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
-    const size_t bytes = dtrain__mpi_write_shown(work, record);
+    const size_t bytes = dtrain__write_shown(work, record);
     for (int i = 1; i < size; i++)
         dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
     for (int i = 1; i < size; i++)
@@ -273,7 +265,7 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
         if (own->round == 0) {
             if (sends)
                 dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
-                                 &record->call, dtrain__mpi_write_shown(work, &record->call));
+                                 &record->call, dtrain__write_shown(work, &record->call));
             else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
             continue;
         }
@@ -312,8 +304,7 @@ static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_coll
     return true;
 }
 
-/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
- * temporary. */
+/* Return the address of chunk c of this rank's sum: in recv if it receives it, else temporary. */
 static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
                              size_t offset)
 {
@@ -439,8 +430,8 @@ static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
     dtrain__unpromise(comm->world, bytes);
 }
 
-/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there can
- * be in flight: for every operation of the window a record each way, the four requests of one
+/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there
+ * can be in flight: for every operation of the window a record each way, the four requests of one
  * round, and one of a send and of a receive. */
 static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {

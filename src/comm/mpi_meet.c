@@ -54,8 +54,8 @@ static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
 }
 
-/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD, and
- * duplicate it: that keeps the program's messages apart from these. */
+/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD,
+ * and duplicate it: that keeps the program's messages apart from these. */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     const MPI_Comm given =

@@ -116,8 +116,7 @@ static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *ite
     return list;
 }
 
-/* Write a field, with its name, and return a hash of all of it; 0: this rank does not have its
- * item. */
+/* Write a field, with its name, and return a hash of it; 0: this rank does not have its item. */
 static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t which, char *text)
 {
     uint64_t record[DTRAIN__SAME_RECORD / sizeof(uint64_t)] = {0};

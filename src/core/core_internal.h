@@ -35,7 +35,8 @@ typedef struct dtrain__log_sink {
     dtrain_log_fn write;
     void *user;
     dtrain_log_level level;
-    int rank; /* -1: the launcher */
+    int rank;    /* -1: the launcher */
+    bool silent; /* a guest without a log */
 } dtrain__log_sink;
 
 #define DTRAIN__PHILOX_M0 0xD2511F53u

@@ -165,8 +165,7 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket)
     return true;
 }
 
-/* Leave the object or array at its closing bracket, or step over the comma before its next
- * entry. */
+/* Leave the object or array at its closing bracket, or step over the comma before an entry. */
 static bool dtrain__json_next(dtrain__json *json, char close)
 {
     if (json->depth == 0) return dtrain__json_fail(json, "nothing has been entered");

@@ -54,8 +54,7 @@ DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value);
 DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value);
 /* Read true or false. */
 DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value);
-/* Return the kind of the value that comes next: '{', '[', '"', 't', 'f', 'n', '0' for a number, or
- * 0. */
+/* Return the kind of the next value: '{', '[', '"', 't', 'f', 'n', '0' for a number, or 0. */
 DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json);
 /* Step over any value, checking it like the others. */
 DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json);

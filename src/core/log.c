@@ -75,7 +75,7 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     static const char *const names[] = {"", "error", "warning", "info", "debug"};
     char text[1024];
     dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
-    if (level > limit || level < DTRAIN_LOG_ERROR) return;
+    if (level > limit || level < DTRAIN_LOG_ERROR || sink->silent) return;
     vsnprintf(text, sizeof text, format, args);
     dtrain__visible(text);
     if (sink->write) sink->write(sink->user, level, sink->rank, text);

@@ -430,8 +430,7 @@ typedef struct dtrain_topk_args {
     float momentum;
 } dtrain_topk_args;
 
-/* out[indices[i]] += scale * values[i]; indices of one call differ. One outside [0, count) is an
- * error. */
+/* out[indices[i]] += scale * values[i]; indices differ, and one outside [0, count) is an error. */
 typedef struct dtrain_scatter_add_args {
     int64_t count, k;
     float scale;

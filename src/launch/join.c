@@ -120,15 +120,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* A guest without a log says nothing. */
-static void dtrain__log_nothing(void *user, dtrain_log_level level, int rank, const char *text)
-{
-    (void)user;
-    (void)level;
-    (void)rank;
-    (void)text;
-}
-
 /* Write a join as the launch of one rank, whose checks and defaults are the same. */
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
@@ -140,8 +131,6 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
     desc->log_level = given->log_level;
     desc->reserve_bytes = given->reserve_bytes;
-    desc->log = given->log ? given->log : dtrain__log_nothing;
-    desc->log_user = given->log_user;
     desc->allocator = dtrain__resolve_allocator(&given->allocator);
     desc->device_ops = given->device_ops;
     desc->comm_ops = given->comm_ops;
@@ -152,8 +141,9 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     desc->flight_directory = given->flight_directory;
     desc->trace = given->trace;
     desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
-    launch->log.write = desc->log;
-    launch->log.user = desc->log_user;
+    launch->log.write = given->log;
+    launch->log.user = given->log_user;
+    launch->log.silent = !given->log;
     launch->log.level = (dtrain_log_level)desc->log_level;
     launch->place.rank = given->rank;
     launch->place.size = given->size;

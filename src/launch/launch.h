@@ -48,8 +48,7 @@
  * number; a run that fails is not restarted. A second signal but SIGUSR1, more than a second after
  * the first (until then it may be the same one, sent to the process group and forwarded), ends the
  * process at once. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored. A
- * signal comes to all ranks that are threads. The host's handlers are back when dtrain_launch
- * returns. */
+ * signal comes to all ranks that are threads. At the end the host has its handlers back. */
 
 #pragma once
 

@@ -55,8 +55,7 @@ DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world)
     dtrain__free(&allocator, world, 1, sizeof *world);
 }
 
-/* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
- * free. */
+/* Make a rank's world. On failure *out may be half a world, for dtrain__world_destroy. */
 DTRAIN__OWN_FRAME
 DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                                    dtrain_world **out)

@@ -51,8 +51,7 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the texts of desc into memory, one after the other; NULL: count their bytes. An empty text
- * is none. */
+/* Copy the texts of desc into memory; NULL: count their bytes. An empty text is none. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
     const char **const texts[] = {&desc->jsonl_path, &desc->tensorboard_dir, &desc->run_name,

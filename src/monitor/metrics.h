@@ -147,8 +147,7 @@ typedef struct dtrain_metrics_sink {
     void *user;
 } dtrain_metrics_sink;
 
-/* Every zero is the default written beside the field, and an empty text is none. Texts are
- * copied. */
+/* Every zero is the default written beside the field, an empty text none. Texts are copied. */
 typedef struct dtrain_metrics_desc {
     uint32_t progress_every;     /* steps between lines when progress is no terminal; 0 = 10 */
     int64_t total_steps;         /* for the bar and the time left; 0 = unknown */

@@ -31,8 +31,7 @@ static inline double dtrain__wall_time(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* A file that records are appended to: the whole of a record, or nothing of it if the file can be
- * cut. */
+/* A file that records are appended to: all of a record, or none of it if it can be cut. */
 typedef struct dtrain__records {
     FILE *stream; /* the host's; NULL: fd */
     int fd;       /* -1: none */

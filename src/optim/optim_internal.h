@@ -16,8 +16,7 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Parameters with the same hyper-parameters. Their tensors are neighbours in the optimizer's
- * list. */
+/* Parameters with the same hyper-parameters. Their tensors are neighbours in the list. */
 typedef struct dtrain__group {
     dtrain_optimizer_desc desc; /* its own groups are cleared */
     size_t first, count;        /* of the optimizer's tensors */

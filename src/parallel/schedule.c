@@ -217,7 +217,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
     weave.splits = weave.kind == DTRAIN_PIPELINE_ZB_H1;
 
-    /* a rank's actions: computations; two messages to and from each neighbour stage; REDUCE, STEP */
+    /* of a rank: computations, two messages to and from each neighbour, REDUCE, STEP */
     const size_t p = (size_t)ranks, v = (size_t)chunks, m = (size_t)micro_batches;
     const size_t passes = p * v * m,
                  room = (2 + weave.splits) * passes + 4 * (passes - m) + p * (v + 1);

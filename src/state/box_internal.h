@@ -23,7 +23,6 @@ DTRAIN__PRIVATE bool dtrain__piece_common(const dtrain_piece *a, const dtrain_pi
  * `part`, which lies in the piece. */
 DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtrain_piece *part,
                                             int64_t i);
-/* Return how many elements of the box of `part`, from element i on, follow one another in `piece`
- * as well. */
+/* Return how many elements of the box of `part`, from i on, follow one another in `piece` too. */
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i);

@@ -369,8 +369,7 @@ static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t f
     return source;
 }
 
-/* Compare the bytes of two tensors that this run has tied, half a block of each at a
- * time. */
+/* Compare the bytes of two tensors that this run has tied, half a block of each at once. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
 {

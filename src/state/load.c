@@ -163,8 +163,7 @@ static bool dtrain__cuts_same(const dtrain__load *load)
     return same && more == 0;
 }
 
-/* List the settings that have another text in the manifest. Keys that only one side has do not
- * count. */
+/* List the settings that have another text in the manifest, of the keys that both sides have. */
 static void dtrain__settings_compare(const dtrain__manifest *m, const char *object,
                                      const char *const *pairs, dtrain__name_list *list)
 {

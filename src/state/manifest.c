@@ -153,8 +153,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
                        path, (long long)m->step, (long long)m->ranks, digits);
 }
 
-/* Read the manifest of a checkpoint, without the headers. After an error nothing is left to
- * free. */
+/* Read the manifest of a checkpoint, without headers. After an error nothing is to be freed. */
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {

@@ -170,8 +170,7 @@ static int dtrain__stored_by_name(const void *a, const void *b)
     return strcmp(((const dtrain__stored *)a)->name, ((const dtrain__stored *)b)->name);
 }
 
-/* Check that the tensors cover the data, and that no two have one name; leave them sorted by
- * name. */
+/* Check that the tensors cover the data and have different names; leave them sorted by name. */
 static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_bytes,
                                               dtrain__tensor_file *file)
 {

@@ -86,8 +86,7 @@ typedef struct dtrain_state_item {
                            array are as many items of one name */
 } dtrain_state_item;
 
-/* The objects that a run consists of. All must outlive the state; all but the strategy may be
- * NULL. */
+/* The objects of a run. All must outlive the state; all but the strategy may be NULL. */
 typedef struct dtrain_state_desc {
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;

@@ -224,8 +224,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage
     return DTRAIN_OK;
 }
 
-/* Write all of the bytes. A write of nothing counts as a full disk: it would be repeated for
- * ever. */
+/* Write all of the bytes. A write of nothing counts as a full disk: no end would come. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
                                                     const char *path, const void *from,
                                                     size_t bytes, uint64_t offset)
@@ -240,8 +239,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
     return DTRAIN_OK;
 }
 
-/* Close a file. If the result so far is an error, return it; otherwise the file is on the disk
- * first. */
+/* Close a file. If the result so far is an error, return it; else the file is on the disk. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
                                                      const char *path, dtrain_result result)
 {

@@ -96,8 +96,7 @@ DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
     return pieces ? pieces : ranks;
 }
 
-/* Count the entries of the first tensor of a sorted list. If they do not agree on it, the result is
- * `differ`. */
+/* Count the entries of a sorted list's first tensor; `differ` if they do not agree on it. */
 DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
                                                     const dtrain__held *entries, size_t room,
                                                     size_t *count)

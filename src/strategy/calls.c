@@ -87,8 +87,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
                        call, strategy->notes.torn);
 }
 
-/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
- * finish. */
+/* Tell whether this rank is between the first gather or mark of a backward and finish. */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
 {
     return strategy->marked_count || strategy->backward != DTRAIN__NONE;

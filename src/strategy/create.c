@@ -229,9 +229,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
         result = dtrain__strategy_begin(world, params, param_count, &own, &groups, out);
     result = dtrain__compare_settings(out ? *out : NULL, &groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
-    if (result == DTRAIN_OK) return DTRAIN_OK;
-    if (out) dtrain_strategy_destroy(*out);
-    if (out) *out = NULL;
+    if (result != DTRAIN_OK && out) dtrain_strategy_destroy(*out);
+    if (result != DTRAIN_OK && out) *out = NULL;
     return result;
 }
 

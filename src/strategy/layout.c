@@ -22,8 +22,7 @@
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
  * several units use, then those that are whole, then weights that stages of several ranks use.
- * Frozen parameters of sharded units have buckets of their own, which are gathered and never
- * reduced. */
+ * Frozen parameters of sharded units have separate buckets, which are gathered, never reduced. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -128,8 +127,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(dtrain__words(layout, layout->params[index].count));
 }
 
-/* Close a bucket: pad it, so that its shards, or with several nodes its slices, are of equal
- * length. */
+/* Close a bucket: pad it, so that its shards, or slices of several nodes, have equal lengths. */
 static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const int64_t parts = bucket->cuts ? 1 : bucket->sharded ? layout->ranks : layout->node_ranks;

@@ -108,8 +108,7 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
     bucket->typed_values = dtrain__after_low(turns->typed_values[bucket->unit & 1], first);
 }
 
-/* Lay out a bucket's gradients: the memory in which backward makes them, and that of the reduced
- * shard. */
+/* Lay out a bucket's gradients: the memory that backward fills, and that of the reduced shard. */
 static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const bool apart = layout->shards.grads && bucket->sharded;

@@ -305,8 +305,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, siz
                        what);
 }
 
-/* Refuse arrays that the device cannot read, and values of the host's own where parameters are
- * sharded. */
+/* Refuse arrays that the device cannot read, and the host's values of sharded parameters. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

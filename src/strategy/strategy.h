@@ -79,8 +79,7 @@ typedef enum dtrain_average {
     DTRAIN_AVERAGE_MEANS = 1
 } dtrain_average;
 
-/* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
- * the last. */
+/* When sharded gradients are reduced in a step of several micro-batches; whole ones: the last. */
 typedef enum dtrain_accumulation {
     /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
     DTRAIN_ACCUMULATION_DEFAULT = 0,
@@ -159,8 +158,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
 /* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
- * Local. In the middle of a backward the communicator fails, so that the other ranks do not
- * wait. */
+ * Local. In the middle of a backward the communicator fails, so that no other rank waits. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } dtrain_pass;

@@ -5,8 +5,7 @@
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
-/* Return the array in which the host has the whole value, or the gradient, of a storage, as its
- * dtype. */
+/* Return the host's array of the whole value, or the gradient, of a storage, as its dtype. */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage)
 {
     return storage->dtype ? storage->typed_value : storage->value;

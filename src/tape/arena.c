@@ -1,7 +1,6 @@
 /* The tape's memory
  *
- * Chunks from the device or the host, arenas that are moved through and rewound, and tensors made
- * in them. */
+ * Chunks of the device or the host, arenas that are filled and rewound, tensors made in them. */
 
 #include "core/platform_internal.h"
 #include "comm/comm.h"

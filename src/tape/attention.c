@@ -189,8 +189,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Count two products of d elements for each pair of a query and a key that it sees: scores,
- * values. */
+/* Count two products of d elements for each query and each key that it sees: scores, values. */
 static double dtrain__attention_flops(const dtrain_attention_args *args)
 {
     const double keys = (double)args->keys, queries = (double)args->queries;

@@ -346,8 +346,7 @@ static dtrain_result dtrain__data_sample(dtrain_dataset *dataset, const dtrain__
     return DTRAIN_OK;
 }
 
-/* Open the files in order and check each one's format; its items follow those of the file
- * before. */
+/* Open the files in order and check each one's format; items follow those of the file before. */
 static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
     uint32_t format = desc->format;

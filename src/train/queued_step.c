@@ -40,8 +40,7 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
     return dtrain__weight_of(strategy, &queued->samples);
 }
 
-/* Queue a whole step, by the same calls in the same order whether the device runs or records
- * them. */
+/* Queue a whole step, by the same calls whether the device runs or records them. */
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;

@@ -41,8 +41,7 @@
 
 /* ---- The words of this rank -------------------------------------------------------------------*/
 
-/* Read the clock and the counters of communicators, spans and tape, each into the word that it
- * measures. */
+/* Read the clock, the counters of communicators, spans and tape, each into the word it measures. */
 static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words)
 {
     static const struct {

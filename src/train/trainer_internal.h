@@ -156,8 +156,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
 /* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_fetches(const dtrain__groups *groups, const char *call,
                                                     dtrain_batch_fn next_batch);
-/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on.
- * Once. */
+/* Fail on all ranks, once, if trainers or optimizers differ in what a step's numbers depend on. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer);
 
 /* train/plan.c */

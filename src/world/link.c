@@ -39,8 +39,7 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
     *socket = -1;
 }
 
-/* Say whether a call on a socket has failed for the moment only, and the connection is as good as
- * before. */
+/* Say whether a call on a socket has failed only for the moment: the connection still works. */
 DTRAIN__PRIVATE bool dtrain__try_again(int error)
 {
     return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
