@@ -100,7 +100,7 @@ LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/
              unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
 LONG    := tests/cuda/cuda_build.sh tests/cli/test_mpi.sh tests/scripts/test_compile.sh tests/cli/test_documents.sh tests/scripts/mutants_pipeline.sh \
            $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,host_solver.sh host_libtorch.sh slurm.sh deploy.sh bench.sh weights.sh) \
-           tests/scripts/mutants_tensor.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,monitor.sh trace.sh simulator.sh)
+           tests/scripts/mutants_tensor.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,monitor.sh trace.sh simulator.sh aarch64.sh)
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 # Without DTRAIN_TEST_FULL these wait, so that make test ends in four minutes on two cores: whole suites over again on
 # emulated GPUs, and programs whose ranks are killed, stopped or set differently, one run after the other.
@@ -391,8 +391,8 @@ $(BUILD)/libdtrain.so: $(BUILD)/libdtrain.$(SO)
 # The device and, with NCCL's headers, its communicator. The CUDA runtime is shared with the program.
 lib-cuda: lib $(BUILD)/libdtrain_cuda.so
 $(BUILD)/lib/dtrain_nccl.o: dtrain_nccl.h dtrain.h $(BUILD)/flags
-	$(call quiet,NVCC,$<)printf '\#define DTRAIN_NCCL_IMPLEMENTATION\n\#include "dtrain_nccl.h"\n' >$(@:.o=.cu) && \
-	  $(NVCC) -O3 -std=c++17 $(NVCCFLAGS) $(NCCL) -DDTRAIN_SHARED -Xcompiler -fPIC -I. -c $(@:.o=.cu) -o $@
+	$(call quiet,NVCC,$<)printf '#define DTRAIN_NCCL_IMPLEMENTATION\n#include "dtrain_nccl.h"\n' >$(@:.o=.cu) && \
+	  $(NVCC) -O3 -std=c++17 $(NVCCFLAGS) -DDTRAIN_SHARED -Xcompiler -fPIC -I. -c $(@:.o=.cu) -o $@
 $(BUILD)/lib/dtrain_cuda.o: dtrain_cuda.cu dtrain.h $(BUILD)/cuda/flags
 	$(call quiet,NVCC,$<)$(NVCC) -O3 -std=c++17 $(ARCH) $(NVCCFLAGS) -Xcompiler -fPIC -I. -c $< -o $@
 $(BUILD)/libdtrain_cuda.$(SO): $(BUILD)/lib/dtrain_cuda.o $(if $(NCCL),$(BUILD)/lib/dtrain_nccl.o) $(BUILD)/libdtrain.so

@@ -55,7 +55,8 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid)
 {
     char path[64], text[1024] = "";
-    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    /* of its first thread: qemu-user shows a process another stat of itself than others see */
+    snprintf(path, sizeof path, "/proc/%lld/task/%lld/stat", (long long)pid, (long long)pid);
     const int file = dtrain__open(path, O_RDONLY);
     if (file < 0 || read(file, text, sizeof text - 1) < 0) text[0] = 0;
     if (file >= 0) close(file);

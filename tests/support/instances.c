@@ -6,6 +6,9 @@
 #include "emulated_tiles.h"
 #endif
 #define DTRAIN__INTRINSICS
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
