@@ -5013,7 +5013,8 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid)
 {
     char path[64], text[1024] = "";
-    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    /* of its first thread: qemu-user shows a process another stat of itself than others see */
+    snprintf(path, sizeof path, "/proc/%lld/task/%lld/stat", (long long)pid, (long long)pid);
     const int file = dtrain__open(path, O_RDONLY);
     if (file < 0 || read(file, text, sizeof text - 1) < 0) text[0] = 0;
     if (file >= 0) close(file);
@@ -8259,7 +8260,9 @@ static dtrain_result dtrain__accept_region(const dtrain_world *world, const dtra
 }
 
 /* Where regions are put: far from programs, libraries and stacks, and from the shadow memory of
- * sanitizers. After three attempts the kernel chooses rank 0's address. */
+ * sanitizers. Other worlds of a process can be there, each process having different ones: so rank 0
+ * draws one of 32 places after each. In the last attempt the kernel chooses rank 0's address. */
+#define DTRAIN__PLACE_BYTES ((uintptr_t)1 << 38)
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
@@ -8278,12 +8281,13 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
         if (offer.file < 0 || fstat(offer.file, &status) != 0)
             result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-        /* another world of this process may be there: its neighbour's place is as good */
-        for (uintptr_t at = attempt < 3 ? dtrain__places[attempt] : 0, tries = 0;
-             result == DTRAIN_OK && !region->control; at += region->bytes) {
+        for (int tries = 0; result == DTRAIN_OK && !region->control; tries++) {
+            const uintptr_t drawn = dtrain__now_ns() * 0x9e3779b97f4a7c15u >> 59;
+            const uintptr_t at =
+                attempt < 5 ? dtrain__places[attempt % 3] + drawn * DTRAIN__PLACE_BYTES : 0;
             result = dtrain__map_region(reserve_bytes, (uint32_t)world->size, (void *)at,
                                         offer.file, region);
-            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || ++tries == 64)
+            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || tries == 16)
                 break;
             munmap(region->control, region->bytes);
             region->control = NULL;
@@ -10374,7 +10378,13 @@ static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     dtrain__slot *slot = dtrain__slot_of(comm, comm->rank, work->sequence);
-    (void)dtrain__write_shown(work, &slot->shown);
+    slot->shown = work->call;
+    if (work->small && work->send_bytes) { /* nobody else reads this rank's own slice */
+        const size_t slice = kind->cuts ? work->send_bytes / (size_t)comm->size : 0;
+        const size_t first = (size_t)comm->rank * slice, next = first + slice;
+        memcpy(slot->data, what->send, first);
+        memcpy(slot->data + next, (const char *)what->send + next, work->send_bytes - next);
+    }
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
     slot->direct = false;
@@ -10486,11 +10496,11 @@ static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_w
     return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place, whose lines are in the cache of the core that has read them. Where cores share
- * a cache they come back at once; from another part of the chip they come at 2.3 GB/s (Zen 4), and
- * to write past the cache is ten times as fast, but readers lose that cache. The beginning of a
- * place tells which it is; after a slow one as many as a few ms take go past the cache untried, and
- * so does what is too short to tell. */
+/* Copy into a place, whose lines are in the cache of the core that has read them. Cores that share a
+ * cache get them back at once. Cores of two parts of a chip get them at 2.3 GB/s (Zen 4); writing
+ * past the cache is ten times as fast there, but readers find the data in memory, which takes twice
+ * as long as a common cache. The beginning of a place tells which it is. After a slow one, 64 places
+ * are written past the cache without a try, and so are places that are too short to tell. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;

@@ -105,7 +105,9 @@ static dtrain_result dtrain__accept_region(const dtrain_world *world, const dtra
 }
 
 /* Where regions are put: far from programs, libraries and stacks, and from the shadow memory of
- * sanitizers. After three attempts the kernel chooses rank 0's address. */
+ * sanitizers. Other worlds of a process can be there, each process having different ones: so rank 0
+ * draws one of 32 places after each. In the last attempt the kernel chooses rank 0's address. */
+#define DTRAIN__PLACE_BYTES ((uintptr_t)1 << 38)
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
 /* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
@@ -124,12 +126,13 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
         if (offer.file < 0 || fstat(offer.file, &status) != 0)
             result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-        /* another world of this process may be there: its neighbour's place is as good */
-        for (uintptr_t at = attempt < 3 ? dtrain__places[attempt] : 0, tries = 0;
-             result == DTRAIN_OK && !region->control; at += region->bytes) {
+        for (int tries = 0; result == DTRAIN_OK && !region->control; tries++) {
+            const uintptr_t drawn = dtrain__now_ns() * 0x9e3779b97f4a7c15u >> 59;
+            const uintptr_t at =
+                attempt < 5 ? dtrain__places[attempt % 3] + drawn * DTRAIN__PLACE_BYTES : 0;
             result = dtrain__map_region(reserve_bytes, (uint32_t)world->size, (void *)at,
                                         offer.file, region);
-            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || ++tries == 64)
+            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || tries == 16)
                 break;
             munmap(region->control, region->bytes);
             region->control = NULL;

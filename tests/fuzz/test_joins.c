@@ -87,14 +87,13 @@ static void draw(plan *p, uint64_t seed)
         if (how > DIES || s->group < 0 || p->sizes[r][0][s->group] < 2) continue;
         p->deviant[r] = who;
         p->how[r] = how;
-        if (how != DIES) continue;
-        bool alone =
-            true; /* other threads of its process would die in the middle of other worlds */
+        if (how == WRONG) continue;
+        bool alone = true; /* other threads of its process would die in the middle of a world */
         for (int i = 0; i < p->ranks; i++)
             alone = alone && (i == who || p->process[i] != p->process[who]);
-        if (!alone) p->how[r] = RIGHT;
-        else p->seats[r][1][who].group = -1;
-        if (alone) {
+        if (how == DIES && !alone) p->how[r] = RIGHT;
+        else { /* in its other world members would wait for it that wait in this one */
+            p->seats[r][1][who].group = -1;
             int again[RANKS] = {0};
             for (int i = 0; i < p->ranks; i++) {
                 seat *t = &p->seats[r][1][i];
@@ -281,7 +280,7 @@ static bool run_seed(uint64_t seed, bool words)
 
 int main(int argc, char **argv)
 {
-    static const uint64_t failed_once[] = {1};
+    static const uint64_t failed_once[] = {618034129};
     const seeds s = seeds_of(argc, argv, MANY, 20);
     return seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);
 }
