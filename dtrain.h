@@ -446,7 +446,7 @@
    No surprises       never exits, aborts, writes to stdout or installs signal handlers (but those
                       that catch_signals asks for). Every call that can fail returns a
                       dtrain_result and leaves a sentence in dtrain_last_error(). (A forked rank
-                      ends by _exit after rank_main.) Local ranks read each other's large buffers:
+                      ends by _exit after rank_main.) Local ranks read each other's large messages:
                       where yama guards memory, each allows that to the processes of its launcher
                       (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank

@@ -27,15 +27,6 @@ static dtrain__work *dtrain__work_of(const dtrain_work *work)
     return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
 }
 
-/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at)
-{
-    const size_t bytes = work->small ? work->send_bytes : 0;
-    *at = work->call;
-    if (bytes) memcpy(at + 1, work->what.send, bytes);
-    return sizeof *at + bytes;
-}
-
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
  * 0: "collective #17 (all-reduce sum f32 count 100)". */
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,

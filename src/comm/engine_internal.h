@@ -95,7 +95,6 @@ struct dtrain__engine {
 /* comm/engine.c */
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);

@@ -227,13 +227,22 @@ static void dtrain__mpi_poll(dtrain_comm *base)
     ++*base->moves;
 }
 
+/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+static size_t dtrain__mpi_write_shown(const dtrain_transport_work *work, dtrain_call *at)
+{
+    const size_t bytes = work->small ? work->send_bytes : 0;
+    *at = work->call;
+    if (bytes) memcpy(at + 1, work->what.send, bytes);
+    return sizeof *at + bytes;
+}
+
 static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->size, rank = base->rank;
     dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
-    const size_t bytes = dtrain__write_shown(work, record);
+    const size_t bytes = dtrain__mpi_write_shown(work, record);
     for (int i = 1; i < size; i++)
         dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
     for (int i = 1; i < size; i++)
@@ -265,7 +274,7 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
         if (own->round == 0) {
             if (sends)
                 dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
-                                 &record->call, dtrain__write_shown(work, &record->call));
+                                 &record->call, dtrain__mpi_write_shown(work, &record->call));
             else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
             continue;
         }
