@@ -9288,7 +9288,6 @@ struct dtrain__engine {
 /* comm/engine.c */
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room);
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at);
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
@@ -9437,15 +9436,6 @@ static dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
 static dtrain__work *dtrain__work_of(const dtrain_work *work)
 {
     return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
-}
-
-/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain_transport_work *work, dtrain_call *at)
-{
-    const size_t bytes = work->small ? work->send_bytes : 0;
-    *at = work->call;
-    if (bytes) memcpy(at + 1, work->what.send, bytes);
-    return sizeof *at + bytes;
 }
 
 /* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
@@ -35466,13 +35456,22 @@ static void dtrain__mpi_poll(dtrain_comm *base)
     ++*base->moves;
 }
 
+/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+static size_t dtrain__mpi_write_shown(const dtrain_transport_work *work, dtrain_call *at)
+{
+    const size_t bytes = work->small ? work->send_bytes : 0;
+    *at = work->call;
+    if (bytes) memcpy(at + 1, work->what.send, bytes);
+    return sizeof *at + bytes;
+}
+
 static void dtrain__mpi_show(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->size, rank = base->rank;
     dtrain_call *record = &dtrain__mpi_record_of(comm, work->sequence, size)->call;
-    const size_t bytes = dtrain__write_shown(work, record);
+    const size_t bytes = dtrain__mpi_write_shown(work, record);
     for (int i = 1; i < size; i++)
         dtrain__mpi_post_record(comm, own, DTRAIN__TAG_RECORD, (rank + size - i) % size);
     for (int i = 1; i < size; i++)
@@ -35504,7 +35503,7 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
         if (own->round == 0) {
             if (sends)
                 dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_MESSAGE, what->root,
-                                 &record->call, dtrain__write_shown(work, &record->call));
+                                 &record->call, dtrain__mpi_write_shown(work, &record->call));
             else dtrain__mpi_post_record(comm, own, DTRAIN__TAG_MESSAGE, what->root);
             continue;
         }
