@@ -98,15 +98,17 @@ LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/
              unit-rendezvous examples.sh emu-cuda_nccl resume.sh unit-storage_faults run.sh emu-cuda_strategies troubles.sh \
              unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh pipeline.sh unit-flight \
              unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
+# libtorch is for make nightly.
 LONG    := tests/cuda/cuda_build.sh tests/cli/test_mpi.sh tests/scripts/test_compile.sh tests/cli/test_documents.sh tests/scripts/mutants_pipeline.sh \
            $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,host_solver.sh host_libtorch.sh slurm.sh deploy.sh bench.sh weights.sh) \
            tests/scripts/mutants_tensor.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,monitor.sh trace.sh simulator.sh aarch64.sh)
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
+LONGER  := $(if $(filter 2,$(DTRAIN_TEST_FULL)),$(LONG),$(filter-out %_libtorch.sh,$(LONG)))
 # Without DTRAIN_TEST_FULL these wait, so that make test ends in four minutes on two cores: whole suites over again on
-# emulated GPUs, and programs whose ranks are killed, stopped or set differently, one run after the other.
+# emulated GPUs, programs whose ranks are killed, stopped or set differently, one run after the other, and other languages.
 LATER   := $(if $(DTRAIN_TEST_FULL)$(filter test-all nightly,$(MAKECMDGOALS)),,$(addprefix $(BUILD)/emu/test_, \
              cuda_nccl cuda_strategies cuda_compression pipeline programs tensor_programs) \
-             $(patsubst %,tests/cli/test_%.sh,resume layouts launchers settings_differ config tensor switches))
+             $(patsubst %,tests/cli/test_%.sh,resume layouts launchers settings_differ config tensor switches lib bindings host_fortran host_python))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)) $(LATER),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
@@ -118,9 +120,9 @@ programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)
 test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
-	@$(RUN) $(LONG)
+	@$(RUN) $(LONGER)
 test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
-	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
+	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONGER) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
 bench: $(BENCHES) $(BUILD)/resnet_cifar
