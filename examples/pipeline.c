@@ -12,7 +12,7 @@
  *
  * The program does a forward (F), a backward (B) or the gradients of weights (W) when it is told to. It keeps what a
  * pass needs in the slot that the action names, finds in its inbox what another rank sent, and says where a message is.
- * src/parallel/pipeline.h explains the kinds; tools/schedule.h checks and draws one, and reads one that somebody wrote. */
+ * src/parallel/pipeline.h explains the kinds; tools/schedule.h checks, draws and reads schedules. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/schedule.h"

@@ -305,11 +305,11 @@ static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_w
     return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place, whose lines are in the cache of the core that has read them. Cores that share a
- * cache get them back at once. Cores of two parts of a chip get them at 2.3 GB/s (Zen 4); writing
+/* Copy into a place, whose lines are in the cache of the core that has read them. Cores that share
+ * a cache get them back at once. Cores of two parts of a chip get them at 2.3 GB/s (Zen 4); writing
  * past the cache is ten times as fast there, but readers find the data in memory, which takes twice
- * as long as a common cache. The beginning of a place tells which it is. After a slow one, 64 places
- * are written past the cache without a try, and so are places that are too short to tell. */
+ * as long as a common cache. The beginning of a place tells which it is. After a slow one, 64
+ * places are written past the cache without a try, and so are those too short to tell. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;

@@ -72,18 +72,12 @@ typedef struct dtrain__offer {
 
 /* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
  * process may have its number by now. */
-static dtrain_result dtrain__accept_region(const dtrain_world *world, const dtrain__offer *offer,
-                                           dtrain__region *region)
+static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
 {
     char path[64];
     struct stat status;
     void *const wanted = (void *)(uintptr_t)offer->address;
     const size_t bytes = (size_t)offer->bytes;
-    if (world->mapper != world->rank) { /* another thread of this process maps it */
-        region->control = (dtrain__control *)wanted;
-        region->bytes = bytes;
-        return DTRAIN_OK;
-    }
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = dtrain__open(path, O_RDWR);
     const bool there = file >= 0 && fstat(file, &status) == 0;
@@ -147,8 +141,12 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     dtrain_result gathered = dtrain__world_gather(world, &offer, sizeof offer);
     if (gathered == DTRAIN_OK) {
         const dtrain__offer *first = (const dtrain__offer *)dtrain__gathered(world, 0);
-        if (world->rank && first->bytes) result = dtrain__accept_region(world, first, region);
-        for (int i = 0; i < world->size && result == DTRAIN_OK && world->mapper == world->rank; i++)
+        if (world->mapper != world->rank) { /* another thread of this process maps it */
+            region->control = (dtrain__control *)(uintptr_t)first->address;
+            region->bytes = (size_t)first->bytes;
+        } else if (world->rank && first->bytes) result = dtrain__accept_region(first, region);
+        const bool maps = region->control && world->mapper == world->rank;
+        for (int i = 0; i < world->size && maps; i++)
             if (world->lives[i].host == world->lives[world->rank].host &&
                 world->lives[i].pid == world->lives[world->rank].pid)
                 region->control->holders[world->rank]++;

@@ -391,8 +391,7 @@ static int rank_leave(dtrain_world *world, void *user)
         judge(world, DTRAIN_OK, DTRAIN_OK, "");
         return 0;
     }
-    return judge(world, dtrain_barrier(dtrain_world_comm(world)), DTRAIN_ERROR_PEER,
-                 "rank 1 left");
+    return judge(world, dtrain_barrier(dtrain_world_comm(world)), DTRAIN_ERROR_PEER, "rank 1 left");
 }
 static int rank_argument(dtrain_world *world, void *user)
 {

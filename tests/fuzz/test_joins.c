@@ -11,7 +11,7 @@
  *
  * Oracle: sums of integers, computed by each rank from the drawn inputs of all members. Every member of a world with a
  * wrong member is refused; of a world that loses one, the others have the right results before, an error naming a rank
- * after, and can leave; all others do not notice. Each process has the same descriptors in the end as at the beginning. */
+ * after, and can leave; all others do not notice. Each process has the same descriptors in the end as before. */
 #include "test.h"
 
 #include "dtrain.h"

@@ -328,6 +328,7 @@ static void test_refusals(void)
                  {BAD_THREADS, 0, "the number of threads is 5000; expected 0 to 4096"},
                  {BAD_THREADS, 2, "the number of threads is 5000; expected 0 to 4096"},
                  {BAD_MEMORY, 0, "address space could not be reserved"},
+                 {BAD_MEMORY, 0, "address space could not be reserved"},
                  {BAD_PLAN, 1, "the plan device runs no kernel"},
                  {BAD_DIRECTORY, 1, "/nonexistent/folder"},
                  {BAD_TABLE, 2, "communicator table has ABI"},
