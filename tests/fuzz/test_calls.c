@@ -744,7 +744,8 @@ static bool passes(const program *g, bool quiet, char *text, size_t room)
         dtrain_launch_desc desc = ranks_desc(g->ranks, g->mode);
         dtrain_launch_info info;
         setpgid(0, 0);
-        desc.timeout_ms = g->how == STOPS || g->how == LINGERS ? 1500 : 15000;
+        desc.timeout_ms =
+            g->how == STOPS || g->how == LINGERS || (has_splits(g) && matters(g)) ? 1500 : 15000;
         desc.grace_ms =
             g->how == STOPS ? 3000 : 20000; /* who is stopped must be killed; the others end */
         desc.log = say_nothing;
