@@ -14,7 +14,8 @@
        mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
        nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt   with NVIDIA GPUs
 
-   Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started:
+   Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started (ranks that
+   a program has already: dtrain_world_join):
 
        ./a.out
        torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
@@ -25,9 +26,8 @@
    -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
 
    A shared object has the implementation in it, or links a dtrain.o that was compiled with -fPIC.
-   dlopen loads it into any program, Python's ctypes too; dlclose must wait until dtrain_launch has
-   returned. Loaded with RTLD_LOCAL, several have their own copies; DTRAIN_STATIC hides a copy
-   wherever it is loaded.
+   dlopen loads it into any program, Python's ctypes too; dlclose comes after dtrain_launch or
+   dtrain_world_leave. With RTLD_LOCAL, several have their own copies; DTRAIN_STATIC hides one.
 
    ------------------------------------------------------------------------------------------------
    Contents: the files that this one is joined from, in the order of reading. First the API, in
@@ -451,8 +451,8 @@
                       (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
-                      stays failed. Ranks of one host that wait for each other, each in another
-                      call, hear so after a second; over NCCL, or on several hosts, at the deadline.
+                      stays failed. Ranks that wait for each other, each in another call, hear so at
+                      the deadline; over NCCL they hear only who is late.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
    Exact resume       N steps, save, load, M steps have the bits of N + M steps, in as many ranks;
@@ -472,9 +472,9 @@
    ------------------------------------------------------------------------------------------------
    Limits
 
-   Ranks are processes or threads started by dtrain_launch, or processes started by another
-   launcher. The local communicator joins ranks of one host; ranks on several hosts need one
-   that crosses them: MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
+   Ranks are processes or threads started by dtrain_launch, by another launcher, or by a program
+   that joins (dtrain_world_join). The local communicator connects ranks of one host; several hosts
+   need MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
 
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either, and a
@@ -954,9 +954,9 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world);
 
 /* Launch
  *
- * dtrain_launch is the one way in: it starts the local ranks, hands each a world, watches over them
- * and reports how they ended. Started by another launcher as one rank of several, it joins them
- * instead:
+ * For programs that have no ranks yet (launch/join.h: for others). dtrain_launch starts the local
+ * ranks, hands each a world, watches over them and reports how they ended. Started by another
+ * launcher as one rank of several, it joins them instead:
  *
  *     launcher        what is read, the first complete family wins
  *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
@@ -5665,14 +5665,15 @@ DTRAIN__COLD
 
 /* World
  *
- * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
- * start; or another launcher has started them, and they first have to find each other:
+ * Three roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
+ * start; or others have started them, and they first have to find each other:
  *
  *     forked    launch/launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
  *     joined    launch/environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed
  *               hash --> link.c: control pages in step --> page.c: on one host, shared region
+ *     guests    launch/join.c: the host's all-gather --> page.c
  *
- * In both, launch/rank.c makes a rank's world and ends it.
+ * In all, launch/rank.c makes a rank's world and ends it.
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
@@ -8409,8 +8410,7 @@ DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
 }
 
 /* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; then set this thread's
- * mask to `mask` without these signals. In this order a signal that is already pending is
- * caught. */
+ * mask to `mask` without these signals: in this order a pending signal is caught. */
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
 {
     struct sigaction action;

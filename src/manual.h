@@ -14,7 +14,8 @@
        mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
        nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt   with NVIDIA GPUs
 
-   Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started:
+   Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started (ranks that
+   a program has already: dtrain_world_join):
 
        ./a.out
        torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
@@ -25,9 +26,8 @@
    -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
 
    A shared object has the implementation in it, or links a dtrain.o that was compiled with -fPIC.
-   dlopen loads it into any program, Python's ctypes too; dlclose must wait until dtrain_launch has
-   returned. Loaded with RTLD_LOCAL, several have their own copies; DTRAIN_STATIC hides a copy
-   wherever it is loaded.
+   dlopen loads it into any program, Python's ctypes too; dlclose comes after dtrain_launch or
+   dtrain_world_leave. With RTLD_LOCAL, several have their own copies; DTRAIN_STATIC hides one.
 
    ------------------------------------------------------------------------------------------------
    Contents: the files that this one is joined from, in the order of reading. First the API, in
@@ -224,8 +224,8 @@
                       (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
-                      stays failed. Ranks of one host that wait for each other, each in another
-                      call, hear so after a second; over NCCL, or on several hosts, at the deadline.
+                      stays failed. Ranks that wait for each other, each in another call, hear so at
+                      the deadline; over NCCL they hear only who is late.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
    Exact resume       N steps, save, load, M steps have the bits of N + M steps, in as many ranks;
@@ -245,9 +245,9 @@
    ------------------------------------------------------------------------------------------------
    Limits
 
-   Ranks are processes or threads started by dtrain_launch, or processes started by another
-   launcher. The local communicator joins ranks of one host; ranks on several hosts need one
-   that crosses them: MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
+   Ranks are processes or threads started by dtrain_launch, by another launcher, or by a program
+   that joins (dtrain_world_join). The local communicator connects ranks of one host; several hosts
+   need MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
 
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either, and a

@@ -1,8 +1,8 @@
 /* Launch
  *
- * dtrain_launch is the one way in: it starts the local ranks, hands each a world, watches over them
- * and reports how they ended. Started by another launcher as one rank of several, it joins them
- * instead:
+ * For programs that have no ranks yet (launch/join.h: for others). dtrain_launch starts the local
+ * ranks, hands each a world, watches over them and reports how they ended. Started by another
+ * launcher as one rank of several, it joins them instead:
  *
  *     launcher        what is read, the first complete family wins
  *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]

@@ -57,8 +57,7 @@ DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
 }
 
 /* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; then set this thread's
- * mask to `mask` without these signals. In this order a signal that is already pending is
- * caught. */
+ * mask to `mask` without these signals: in this order a pending signal is caught. */
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
 {
     struct sigaction action;

@@ -1,13 +1,14 @@
 /* World
  *
- * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
- * start; or another launcher has started them, and they first have to find each other:
+ * Three roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
+ * start; or others have started them, and they first have to find each other:
  *
  *     forked    launch/launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
  *     joined    launch/environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed
  *               hash --> link.c: control pages in step --> page.c: on one host, shared region
+ *     guests    launch/join.c: the host's all-gather --> page.c
  *
- * In both, launch/rank.c makes a rank's world and ends it.
+ * In all, launch/rank.c makes a rank's world and ends it.
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
