@@ -556,6 +556,37 @@ static int speaks(int rank, void *user)
 }
 static void test_silence(void) { check_run(2, false, speaks, host_group_new(2)); }
 
+/* ---- Several hosts ---- */
+
+/* Members with different host names count as members of different hosts: without MPI or NCCL no communicator crosses
+ * them, and all are told so. */
+static int on_its_host(int rank, void *user)
+{
+    host_member member = host_member_of((host_group *)user, rank);
+    const dtrain_join_desc desc = host_desc(&member);
+    dtrain_world *world = (dtrain_world *)&member;
+    char name[32];
+    snprintf(name, sizeof name, "dtrain-host-%d", rank / 2);
+    if (unshare(CLONE_NEWUTS) != 0 || sethostname(name, strlen(name)) != 0) return 77;
+    const dtrain_result result = dtrain_world_join(&desc, &world);
+    CHECK_MSG(result == DTRAIN_ERROR_UNSUPPORTED && !world &&
+                  strstr(dtrain_last_error(), "4 ranks on 2 hosts share no memory") &&
+                  strstr(dtrain_last_error(), "dtrain_world_join_mpi"),
+              "rank %d: %s", rank, dtrain_last_error());
+    return 0;
+}
+
+static void test_several_hosts(void)
+{
+    int status[4];
+    host_run(4, false, on_its_host, host_group_new(4), status);
+    if (status[0] == 77) {
+        test_cannot("a host name of its own needs root");
+        return;
+    }
+    for (int i = 0; i < 4; i++) CHECK_MSG(status[i] == 0, "rank %d ended with %d", i, status[i]);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -574,5 +605,6 @@ int main(int argc, char **argv)
     RUN(test_polls);
     RUN(test_forked_child);
     RUN(test_silence);
+    RUN(test_several_hosts);
     return test_summary();
 }
