@@ -7789,8 +7789,7 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
 /* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
- * rank 0's address is a loopback address, which only this host can reach, listen only at
- * that one. */
+ * rank 0's address is a loopback one, which only this host can reach, listen only there. */
 static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
@@ -8204,6 +8203,8 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     world->mapper = world->rank;
     for (int i = 0; i < world->size; i++) {
         const bool here = all[i].host == own.host;
+        if (here && dtrain__process_started(all[i].pid) != all[i].started)
+            all[i].started = 0; /* hidden from this rank: see dtrain__look_for_lost */
         int first = 0;
         while (all[first].host != all[i].host) first++;
         if (here && first == i) world->node = hosts;
@@ -21902,8 +21903,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 
 /* Prepare a save: the snapshot, which is all that a step pays, and on rank 0 the directory and the
  * beginning of the manifest. If somebody has removed the directory, it is made again and locked:
- * the lock that is held belongs to the removed directory. Otherwise what a failed save has left is
- * removed. */
+ * the lock belongs to the removed directory. Otherwise what a failed save has left is removed. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;

@@ -566,8 +566,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 
 /* Prepare a save: the snapshot, which is all that a step pays, and on rank 0 the directory and the
  * beginning of the manifest. If somebody has removed the directory, it is made again and locked:
- * the lock that is held belongs to the removed directory. Otherwise what a failed save has left is
- * removed. */
+ * the lock belongs to the removed directory. Otherwise what a failed save has left is removed. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;

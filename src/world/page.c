@@ -48,6 +48,8 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     world->mapper = world->rank;
     for (int i = 0; i < world->size; i++) {
         const bool here = all[i].host == own.host;
+        if (here && dtrain__process_started(all[i].pid) != all[i].started)
+            all[i].started = 0; /* hidden from this rank: see dtrain__look_for_lost */
         int first = 0;
         while (all[first].host != all[i].host) first++;
         if (here && first == i) world->node = hosts;

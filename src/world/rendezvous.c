@@ -165,8 +165,7 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
 /* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
- * rank 0's address is a loopback address, which only this host can reach, listen only at
- * that one. */
+ * rank 0's address is a loopback one, which only this host can reach, listen only there. */
 static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
