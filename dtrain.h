@@ -21713,8 +21713,7 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 
 /* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
  * checkpoint is there. A metric that is not finite, or cannot be read, counts as DBL_MAX; its bits
- * say that even where a compiler takes all numbers to be finite. Of equal metrics the newer one is
- * better. */
+ * say that even where a compiler takes all numbers as finite. The newer of equals is better. */
 static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 {
     dtrain__steps list;
@@ -32169,8 +32168,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
         missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (dtrain__unrecordable(strategy)) missing = dtrain__unrecordable(strategy);
-    else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
+    else if (dtrain__groups_of(strategy).copy && !dtrain__settings_of(strategy)->offload)
+        missing = "a strategy of whole parameters";
+    else missing = dtrain__unrecordable(strategy);
     if (missing)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s",
                            missing);

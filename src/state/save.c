@@ -376,8 +376,7 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 
 /* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
  * checkpoint is there. A metric that is not finite, or cannot be read, counts as DBL_MAX; its bits
- * say that even where a compiler takes all numbers to be finite. Of equal metrics the newer one is
- * better. */
+ * say that even where a compiler takes all numbers as finite. The newer of equals is better. */
 static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 {
     dtrain__steps list;

@@ -151,8 +151,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
         missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (dtrain__unrecordable(strategy)) missing = dtrain__unrecordable(strategy);
-    else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
+    else if (dtrain__groups_of(strategy).copy && !dtrain__settings_of(strategy)->offload)
+        missing = "a strategy of whole parameters";
+    else missing = dtrain__unrecordable(strategy);
     if (missing)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s",
                            missing);

@@ -492,6 +492,7 @@ static void test_long_messages(void)
             s.pipeline = 2, s.data = s.tensor = 1, s.units = UNITS, s.of_stage[0] = 0;
             s.schedule = (uint32_t)i % 4, s.chunks = 0, s.micro_batches = 8, s.tied = false;
             for (int u = 1; u < UNITS; u++) s.skip_from[u] = -1;
+            if (s.schedule == DTRAIN_PIPELINE_INTERLEAVED) s.choice = 0; /* as in spec_of */
         }
         if (!check_spec(&s, i % 2 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS)) return;
     }
