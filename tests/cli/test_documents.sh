@@ -62,6 +62,8 @@ stands_for() {
         JOB) echo 1 ;;
         MASTER_ADDR=node0) echo MASTER_ADDR=127.0.0.1 MASTER_PORT=$port ;;
         LLMC | ../llm.c | LLMC=* | BATCH | SEQ | LAYERS | HEADS | CHANNELS | VOCAB | STEPS) absent="a checkout of llm.c" ;;
+        ./libtorch_ddp) absent="libtorch" ;;
+        WIDTH) absent="a model that bench/libtorch.sh writes" ;;
         LICENSE) echo LICENSE ;; # a text that does not change
         *[!A-Z.]*) printf '%s\n' "$1" ;;
         ??*) unknown="what $1 stands for" ;;

@@ -90,6 +90,11 @@ static int rank_books(dtrain_world *world, void *user)
     (void)user;
     if (open_desk(&d, world, 6000 * 4)) return 1;
     dtrain_comm_query(d.comm, &was);
+    if (getenv("DTRAIN_MPI_GUEST") && getenv("DTRAIN_MPI_AUTO")) { /* books of test_comm.c */
+        CHECK_MSG(strcmp(was.backend, "local") == 0, "backend %s", was.backend);
+        close_desk(&d);
+        return 0;
+    }
     CHECK_MSG(strcmp(was.backend, "mpi") == 0, "backend %s", was.backend);
     if (!run_call(&d, &c)) return 1;
     dtrain_comm_query(d.comm, &now);

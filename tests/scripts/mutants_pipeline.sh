@@ -35,7 +35,7 @@ prepare test_pipeline
 mutant "messages: gradients are written to while they are sent" tape/stage.c 's/crossed->sent = crossed->tensor->gradient;/crossed->tensor->gradient->owners--;/'
 arguments=""
 prepare test_pipeline_faults
-mutant "error: another stage" parallel/runner.c '/_run_place(/,/^}/s/run->rank, action),/run->rank, action) + 1,/'
+mutant "error: another stage" parallel/runner.c '/_run_place(/,/^}/s/action->chunk \* s->ranks + run->rank,/action->chunk * s->ranks + run->rank + 1,/'
 mutant "error: another action" parallel/runner.c 's/names\[action->act\],/names[action->act % 3 + 1],/'
 mutant "error: another micro-batch" parallel/runner.c '/_run_place(/,/^}/s/(int)action->micro_batch,/(int)action->micro_batch + 1,/'
 mutant "error: without the place" parallel/runner.c 's/    result = dtrain__run_place(run, action, result);/    (void)action;/;s/    if (strncmp(stands, .*//'
