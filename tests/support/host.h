@@ -14,7 +14,7 @@ enum { HOST_MOST = 64, HOST_BYTES = 8192 };
 typedef struct host_group {
     int size;
     uint32_t arrived, generation; /* atomic */
-    uint32_t fail_at, calls;      /* of rank 0: the gathering that fails on all; 0: none */
+    uint32_t fail_at;             /* the gathering that fails on all; 0: none */
     char data[HOST_MOST][HOST_BYTES];
 } host_group;
 
