@@ -1290,8 +1290,7 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
                                            dtrain_comm **out);
 /* Free this rank's part of a communicator: every rank calls it, none waits. NULL is allowed. The
  * world's communicator ends with the world: an error in the log. With handles that were not given
- * to dtrain_work_wait the communicator fails on all ranks instead, and is freed at the end of the
- * world. */
+ * to dtrain_work_wait the communicator fails on all ranks, and lives until the world ends. */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
 /* Return this rank's number in the communicator; -1 for NULL. */
@@ -2339,8 +2338,7 @@ typedef enum dtrain_storage_mode {
 } dtrain_storage_mode;
 
 /* Every call returns 0 or more, or a negated errno. Reads and writes may be short or interrupted
- * (-EINTR): the caller repeats them. Calls come from several threads, those for one file from one
- * at a time. */
+ * (-EINTR): the caller repeats them. Several threads call, for one file one at a time. */
 typedef struct dtrain_storage {
     void *user;
     int (*open)(void *user, const char *path, dtrain_storage_mode mode); /* returns the file */
@@ -2538,8 +2536,7 @@ typedef struct dtrain_export_desc {
  * and an error leaves a file that was there before as it was.
  *
  * DTRAIN_ERROR_ARGUMENT on all ranks for a desc that cannot be followed (a name that occurs twice,
- * a transpose of what is not 2-D, more rows than there are), DTRAIN_ERROR_FILE for a disk that
- * fails. */
+ * a transpose of what is not 2-D, too many rows), DTRAIN_ERROR_FILE for a disk that fails. */
 DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, const char *path,
                                                   const dtrain_export_desc *desc);
 
@@ -4574,8 +4571,7 @@ typedef struct dtrain_transport_ops {
     bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Say whether an operation that is being moved waits for this rank: for error messages. */
     bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);
-    /* Optional: take in what has arrived; called in each turn of a wait, before operations are
-     * moved. */
+    /* Optional: take in what has arrived; called before operations are moved in a wait. */
     void (*poll)(dtrain_comm *comm);
 } dtrain_transport_ops;
 
@@ -6751,6 +6747,7 @@ DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 
 /* world/rendezvous.c */
+DTRAIN__PRIVATE uint64_t dtrain__shared_sizes(void);
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place);
 
 /* world/page.c */
@@ -6851,7 +6848,7 @@ DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
     const int rank = (world->looked + 1) % world->size;
     const dtrain__life *life = &world->lives[rank];
     char text[160];
-    if (!world->guest || now - world->looked_ns < 5000000u) return;
+    if (now - world->looked_ns < 5000000u) return;
     world->looked_ns = now;
     world->looked = rank;
     if (life->host != world->lives[world->rank].host ||
@@ -7007,7 +7004,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->polled = true;
     dtrain__beat(world, now);
     dtrain__link_poll(world);
-    dtrain__look_for_lost(world);
+    if (world->guest) dtrain__look_for_lost(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
         return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
@@ -7080,7 +7077,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     if (world->tell) world->tell(world);
-    dtrain__look_for_lost(world);
+    if (world->guest) dtrain__look_for_lost(world);
     const dtrain_result trouble = dtrain__trouble(world);
     dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);
@@ -7719,19 +7716,24 @@ static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, c
     return dtrain__siphash(chain, message, bytes - sizeof(uint64_t));
 }
 
-static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
+/* Hash the sizes of the structs that ranks share in memory or send: they must be equal. */
+DTRAIN__PRIVATE uint64_t dtrain__shared_sizes(void)
 {
-    /* structs that ranks share in memory or send: their sizes must be equal */
     const uint64_t none[2] = {0, 0};
     const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
                                sizeof(dtrain__hello), sizeof(void *)};
+    return dtrain__siphash(none, sizes, sizeof sizes);
+}
+
+static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
+{
     dtrain__hello hello;
     memset(&hello, 0, sizeof hello);
     hello.magic = DTRAIN__HELLO_MAGIC;
     hello.rank = r->world->rank;
     hello.size = r->world->size;
     hello.pid = (int32_t)getpid();
-    hello.layout = dtrain__siphash(none, sizes, sizeof sizes);
+    hello.layout = dtrain__shared_sizes();
     hello.job = r->place->job;
     snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
     if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
@@ -11780,7 +11782,7 @@ static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result 
         if (record->rank != i || record->size != guest->size)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                                "member %d of the host's all-gather says that it is rank %d of %d, "
-                               "rank %d was told %d ranks",
+                               "and this one is rank %d of %d: the desc has the all-gather's own",
                                i, record->rank, record->size, guest->rank, guest->size);
         if (record->code != DTRAIN_OK)
             return dtrain_fail((dtrain_result)record->code, "rank %d cannot join: %.400s", i,
@@ -11828,12 +11830,14 @@ static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, 
 /* Meet the other members: from now on the world gathers with the host's function. */
 DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
 {
-    char own[24] = DTRAIN_VERSION_STRING;
+    char own[48];
+    snprintf(own, sizeof own, "%s, layout %016llx", DTRAIN_VERSION_STRING,
+             (unsigned long long)dtrain__shared_sizes());
     world->gather = dtrain__guest_gather;
     DTRAIN__TRY(dtrain__world_gather(world, own, sizeof own));
     for (int i = 0; i < world->size; i++)
-        if (memcmp(dtrain__gathered(world, i), own, sizeof own) != 0)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH, "rank %d has dtrain %.23s, rank %d has %s", i,
+        if (strcmp((const char *)dtrain__gathered(world, i), own) != 0)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH, "rank %d has dtrain %.47s, rank %d has %s", i,
                                (const char *)dtrain__gathered(world, i), world->rank, own);
     return DTRAIN_OK;
 }
@@ -18945,8 +18949,7 @@ typedef struct dtrain__update_piece {
 } dtrain__update_piece;
 
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
- * device. Values that the strategy keeps in host memory need no copy: the next gather reads
- * them. */
+ * device. Values that the strategy keeps in host memory need none: the next gather reads them. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                         const dtrain__update_piece *piece, size_t slot, float lr,
                                         float grad_scale)
@@ -19005,8 +19008,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 /* ---- A step -----------------------------------------------------------------------------------*/
 
 /* Fail on all ranks if their rates or hyper-parameters differ, once: later rates that differ are
- * found with a trainer in the step, otherwise by dtrain_strategy_verify and when a checkpoint is
- * saved. */
+ * found with a trainer in the step, else by dtrain_strategy_verify and before a checkpoint. */
 static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -21865,8 +21867,7 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
 }
 
 /* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
- * error says why not. A thread that does not end, on a disk that does not answer, is left
- * running. */
+ * error says why not. A thread that waits for a disk that does not answer is left running. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
@@ -22368,8 +22369,7 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
 /* Read the target's elements of a saved tensor. Of tensors that each rank has of its own, `rank`
- * chooses one; -1 adds up their mean. Ranks that had the same part of a parameter saved the same
- * piece. */
+ * chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
                                          int64_t rank, dtrain__target *target)
 {
@@ -23518,8 +23518,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
 }
 
 /* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. A checkpoint that the
- * step has already becomes step-N.old, which gets its name back after a crash before the second
- * rename. */
+ * step has becomes step-N.old, which gets its name back after a crash before the 2nd rename. */
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
     const dtrain_storage *storage = folder->storage;

@@ -152,8 +152,7 @@ typedef struct dtrain_transport_ops {
     bool (*move)(dtrain_comm *comm, dtrain_transport_work *work);
     /* Say whether an operation that is being moved waits for this rank: for error messages. */
     bool (*lags)(const dtrain_comm *comm, const dtrain_transport_work *work, int rank);
-    /* Optional: take in what has arrived; called in each turn of a wait, before operations are
-     * moved. */
+    /* Optional: take in what has arrived; called before operations are moved in a wait. */
     void (*poll)(dtrain_comm *comm);
 } dtrain_transport_ops;
 

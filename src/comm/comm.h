@@ -96,8 +96,7 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
                                            dtrain_comm **out);
 /* Free this rank's part of a communicator: every rank calls it, none waits. NULL is allowed. The
  * world's communicator ends with the world: an error in the log. With handles that were not given
- * to dtrain_work_wait the communicator fails on all ranks instead, and is freed at the end of the
- * world. */
+ * to dtrain_work_wait the communicator fails on all ranks, and lives until the world ends. */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
 /* Return this rank's number in the communicator; -1 for NULL. */

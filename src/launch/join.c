@@ -62,7 +62,7 @@ static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result 
         if (record->rank != i || record->size != guest->size)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                                "member %d of the host's all-gather says that it is rank %d of %d, "
-                               "rank %d was told %d ranks",
+                               "and this one is rank %d of %d: the desc has the all-gather's own",
                                i, record->rank, record->size, guest->rank, guest->size);
         if (record->code != DTRAIN_OK)
             return dtrain_fail((dtrain_result)record->code, "rank %d cannot join: %.400s", i,
@@ -110,12 +110,14 @@ static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, 
 /* Meet the other members: from now on the world gathers with the host's function. */
 DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
 {
-    char own[24] = DTRAIN_VERSION_STRING;
+    char own[48];
+    snprintf(own, sizeof own, "%s, layout %016llx", DTRAIN_VERSION_STRING,
+             (unsigned long long)dtrain__shared_sizes());
     world->gather = dtrain__guest_gather;
     DTRAIN__TRY(dtrain__world_gather(world, own, sizeof own));
     for (int i = 0; i < world->size; i++)
-        if (memcmp(dtrain__gathered(world, i), own, sizeof own) != 0)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH, "rank %d has dtrain %.23s, rank %d has %s", i,
+        if (strcmp((const char *)dtrain__gathered(world, i), own) != 0)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH, "rank %d has dtrain %.47s, rank %d has %s", i,
                                (const char *)dtrain__gathered(world, i), world->rank, own);
     return DTRAIN_OK;
 }

@@ -168,8 +168,7 @@ typedef struct dtrain__update_piece {
 } dtrain__update_piece;
 
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
- * device. Values that the strategy keeps in host memory need no copy: the next gather reads
- * them. */
+ * device. Values that the strategy keeps in host memory need none: the next gather reads them. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                         const dtrain__update_piece *piece, size_t slot, float lr,
                                         float grad_scale)
@@ -228,8 +227,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 /* ---- A step -----------------------------------------------------------------------------------*/
 
 /* Fail on all ranks if their rates or hyper-parameters differ, once: later rates that differ are
- * found with a trainer in the step, otherwise by dtrain_strategy_verify and when a checkpoint is
- * saved. */
+ * found with a trainer in the step, else by dtrain_strategy_verify and before a checkpoint. */
 static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {

@@ -210,8 +210,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
 }
 
 /* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. A checkpoint that the
- * step has already becomes step-N.old, which gets its name back after a crash before the second
- * rename. */
+ * step has becomes step-N.old, which gets its name back after a crash before the 2nd rename. */
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
     const dtrain_storage *storage = folder->storage;

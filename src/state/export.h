@@ -46,8 +46,7 @@ typedef struct dtrain_export_desc {
  * and an error leaves a file that was there before as it was.
  *
  * DTRAIN_ERROR_ARGUMENT on all ranks for a desc that cannot be followed (a name that occurs twice,
- * a transpose of what is not 2-D, more rows than there are), DTRAIN_ERROR_FILE for a disk that
- * fails. */
+ * a transpose of what is not 2-D, too many rows), DTRAIN_ERROR_FILE for a disk that fails. */
 DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, const char *path,
                                                   const dtrain_export_desc *desc);
 

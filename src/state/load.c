@@ -62,8 +62,7 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
 /* Read the target's elements of a saved tensor. Of tensors that each rank has of its own, `rank`
- * chooses one; -1 adds up their mean. Ranks that had the same part of a parameter saved the same
- * piece. */
+ * chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
                                          int64_t rank, dtrain__target *target)
 {

@@ -528,8 +528,7 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
 }
 
 /* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
- * error says why not. A thread that does not end, on a disk that does not answer, is left
- * running. */
+ * error says why not. A thread that waits for a disk that does not answer is left running. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;

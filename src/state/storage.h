@@ -20,8 +20,7 @@ typedef enum dtrain_storage_mode {
 } dtrain_storage_mode;
 
 /* Every call returns 0 or more, or a negated errno. Reads and writes may be short or interrupted
- * (-EINTR): the caller repeats them. Calls come from several threads, those for one file from one
- * at a time. */
+ * (-EINTR): the caller repeats them. Several threads call, for one file one at a time. */
 typedef struct dtrain_storage {
     void *user;
     int (*open)(void *user, const char *path, dtrain_storage_mode mode); /* returns the file */

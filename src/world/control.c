@@ -104,7 +104,7 @@ DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
     const int rank = (world->looked + 1) % world->size;
     const dtrain__life *life = &world->lives[rank];
     char text[160];
-    if (!world->guest || now - world->looked_ns < 5000000u) return;
+    if (now - world->looked_ns < 5000000u) return;
     world->looked_ns = now;
     world->looked = rank;
     if (life->host != world->lives[world->rank].host ||
@@ -260,7 +260,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->polled = true;
     dtrain__beat(world, now);
     dtrain__link_poll(world);
-    dtrain__look_for_lost(world);
+    if (world->guest) dtrain__look_for_lost(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
         return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
@@ -333,7 +333,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     if (world->tell) world->tell(world);
-    dtrain__look_for_lost(world);
+    if (world->guest) dtrain__look_for_lost(world);
     const dtrain_result trouble = dtrain__trouble(world);
     dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);

@@ -94,6 +94,7 @@ DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 
 /* world/rendezvous.c */
+DTRAIN__PRIVATE uint64_t dtrain__shared_sizes(void);
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place);
 
 /* world/page.c */

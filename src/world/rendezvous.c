@@ -95,19 +95,24 @@ static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, c
     return dtrain__siphash(chain, message, bytes - sizeof(uint64_t));
 }
 
-static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
+/* Hash the sizes of the structs that ranks share in memory or send: they must be equal. */
+DTRAIN__PRIVATE uint64_t dtrain__shared_sizes(void)
 {
-    /* structs that ranks share in memory or send: their sizes must be equal */
     const uint64_t none[2] = {0, 0};
     const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
                                sizeof(dtrain__hello), sizeof(void *)};
+    return dtrain__siphash(none, sizes, sizeof sizes);
+}
+
+static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
+{
     dtrain__hello hello;
     memset(&hello, 0, sizeof hello);
     hello.magic = DTRAIN__HELLO_MAGIC;
     hello.rank = r->world->rank;
     hello.size = r->world->size;
     hello.pid = (int32_t)getpid();
-    hello.layout = dtrain__siphash(none, sizes, sizeof sizes);
+    hello.layout = dtrain__shared_sizes();
     hello.job = r->place->job;
     snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
     if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
