@@ -1036,10 +1036,10 @@ typedef struct dtrain_launch_desc {
     uint32_t node_ranks;   /* consecutive ranks that count as a host: a program on one machine
                             does what it would do on several. Divides the number of ranks; 0 = a
                             host is a host */
-    uint32_t restarts;   /* how often in a row the run is started again after a failure, if it makes
+    uint32_t restarts; /* how often in a row the run is started again after a failure, if it makes
                             no progress; see Restarts. 0 = never */
-    uint32_t backoff_ms; /* before a restart; doubled for each in a row, up to 64 times as long;
-                            0 = 1000 */
+    uint32_t
+        backoff_ms;     /* before a restart; doubled for each in a row, at most 64-fold; 0 = 1000 */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
                             them: see Signals; SIGUSR2 asks for a dump */
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
@@ -1162,8 +1162,7 @@ typedef struct dtrain_join_desc {
     dtrain_host_gather_fn all_gather; /* called inside of dtrain_world_join, never later */
     void *user;                       /* handed to all_gather */
     uint32_t timeout_ms;              /* deadline of every wait for other members; 0 = 600000 */
-    uint32_t threads;                 /* compute threads of this member; 0 = 1: the host's cores are
-                                         the host's */
+    uint32_t threads;                 /* compute threads of this member; 0 = 1 */
     const dtrain_device_ops *device_ops;    /* NULL = CPU; a GPU is the calling thread's current */
     void *stream;                           /* cudaStream_t of the host, on which kernels and copies
                                                are queued; NULL = one that the world makes */
@@ -5997,15 +5996,14 @@ struct dtrain_world {
     dtrain__guest *guest;      /* of dtrain_world_join, see launch/join.c; or NULL */
     dtrain_result (*gather)(dtrain_world *world, const void *mine, size_t bytes); /* of a guest,
                                                 in place of the control page; or NULL */
-    void (*tell)(dtrain_world *world); /* without link: sends this rank's abort or hears of another
-                                          one's; or NULL */
+    void (*tell)(dtrain_world *world); /* without link: send or receive an abort; or NULL */
     const void *comm_given; /* of the join desc, until the world's communicator is made */
     dtrain__region page;    /* of joined ranks: where control is */
     dtrain__life lives[DTRAIN_MAX_RANKS]; /* of joined ranks */
     int mapper;         /* the first rank of this process, which has mapped the page */
     int looked;         /* the rank whose process was looked for last ... */
     uint64_t looked_ns; /* ... and when */
-    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank first saw that each left; 0: not yet */
+    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank saw that another left or ended; or 0 */
     char no_region[200];                /* with a link: why the ranks of one host share no memory */
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges; /* (range_count), sorted */
@@ -6841,21 +6839,23 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
 }
 
 /* Find out whether the process of a rank has ended, of one rank after the other: a guest's host has
- * no launcher that this library knows, and no connection that closes. All 256 take 1.3 s. */
+ * no launcher that this library knows, and no connection that closes. All 256 take 1.3 s. Where
+ * ranks share no page, a message can still say why that rank ended: wait half a second for it. */
 DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
 {
-    const uint64_t now = dtrain__now_ns();
+    const uint64_t now = dtrain__now_ns(), await_ns = world->tell ? 500000000u : 0;
     const int rank = (world->looked + 1) % world->size;
     const dtrain__life *life = &world->lives[rank];
     char text[160];
     if (now - world->looked_ns < 5000000u) return;
-    world->looked_ns = now;
-    world->looked = rank;
+    world->looked_ns = now, world->looked = rank;
     if (life->host != world->lives[world->rank].host ||
         (life->started ? dtrain__process_started(life->pid) == life->started
-                       : kill((pid_t)life->pid, 0) == 0 || errno != ESRCH) ||
-        !dtrain__record_lost(world->control, rank) || !world->tell)
+                       : kill((pid_t)life->pid, 0) == 0 || errno != ESRCH))
         return;
+    if (!world->left_ns[rank]) world->left_ns[rank] = now;
+    if (now < world->left_ns[rank] + await_ns) return;
+    if (!dtrain__record_lost(world->control, rank) || !world->tell) return;
     dtrain__describe_end(world->control, rank, text, sizeof text);
     dtrain_world_abort(world, DTRAIN_ERROR_PEER, text); /* on other hosts nobody can see it */
 }
@@ -7061,8 +7061,7 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (world->tell) world->tell(world);
 }
 
-/* True once this rank has known for `grace_ns` that `rank` left. Its own clock counts: the clock of
- * a rank on the same page, in another time namespace, may differ. */
+/* True once this rank has known for `grace_ns` by its clock that `rank` left. */
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
 {
     if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;
@@ -11781,8 +11780,8 @@ static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result 
         const dtrain__guest_record *record = &guest->all[i];
         if (record->rank != i || record->size != guest->size)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "member %d of the host's all-gather says that it is rank %d of %d, "
-                               "and this one is rank %d of %d: the desc has the all-gather's own",
+                               "member %d of the host's all-gather is rank %d of %d in its desc, "
+                               "this one rank %d of %d",
                                i, record->rank, record->size, guest->rank, guest->size);
         if (record->code != DTRAIN_OK)
             return dtrain_fail((dtrain_result)record->code, "rank %d cannot join: %.400s", i,
@@ -11956,8 +11955,8 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_leave"));
     if (!world->guest)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch made this world "
-                                               "and ends it; return from the rank's main function");
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_world_leave: this world is dtrain_launch's, which ends it");
     dtrain__guest *guest = world->guest;
     const dtrain_result result = dtrain__await_leaving(world);
     if (dtrain__load(&world->control->exits[world->rank].how) == DTRAIN__RUNNING)

@@ -43,8 +43,7 @@ typedef struct dtrain_join_desc {
     dtrain_host_gather_fn all_gather; /* called inside of dtrain_world_join, never later */
     void *user;                       /* handed to all_gather */
     uint32_t timeout_ms;              /* deadline of every wait for other members; 0 = 600000 */
-    uint32_t threads;                 /* compute threads of this member; 0 = 1: the host's cores are
-                                         the host's */
+    uint32_t threads;                 /* compute threads of this member; 0 = 1 */
     const dtrain_device_ops *device_ops;    /* NULL = CPU; a GPU is the calling thread's current */
     void *stream;                           /* cudaStream_t of the host, on which kernels and copies
                                                are queued; NULL = one that the world makes */

@@ -141,15 +141,14 @@ struct dtrain_world {
     dtrain__guest *guest;      /* of dtrain_world_join, see launch/join.c; or NULL */
     dtrain_result (*gather)(dtrain_world *world, const void *mine, size_t bytes); /* of a guest,
                                                 in place of the control page; or NULL */
-    void (*tell)(dtrain_world *world); /* without link: sends this rank's abort or hears of another
-                                          one's; or NULL */
+    void (*tell)(dtrain_world *world); /* without link: send or receive an abort; or NULL */
     const void *comm_given; /* of the join desc, until the world's communicator is made */
     dtrain__region page;    /* of joined ranks: where control is */
     dtrain__life lives[DTRAIN_MAX_RANKS]; /* of joined ranks */
     int mapper;         /* the first rank of this process, which has mapped the page */
     int looked;         /* the rank whose process was looked for last ... */
     uint64_t looked_ns; /* ... and when */
-    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank first saw that each left; 0: not yet */
+    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank saw that another left or ended; or 0 */
     char no_region[200];                /* with a link: why the ranks of one host share no memory */
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges; /* (range_count), sorted */
