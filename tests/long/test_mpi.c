@@ -1,4 +1,4 @@
-/* test_mpi.c: the communicator over MPI. tests/cli/test_mpi.sh builds it with each MPI and starts it:
+/* test_mpi.c: the communicator over MPI. tests/long/test_mpi.sh builds it with each MPI and starts it:
  *
  *     mpirun -n 4 test_mpi comm [part of a name]    what test_comm.c does with the local communicator
  *     mpirun -n 4 test_mpi mismatch 3               one way to fail: each rank judges its own error
