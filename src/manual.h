@@ -89,7 +89,7 @@
    rank         one of the processes (or threads) that train together, numbered from 0.
    world        all ranks of a run; world size = how many.
    node         the ranks of one host, which reach each other faster than those of other hosts; or
-                a group of ranks that counts as one (dtrain_launch_desc.node_ranks).
+                a group of ranks that counts as one (dtrain_world_options.node_ranks).
    restart      to start all ranks of a run again after one has failed; progress is a step that the
                 ranks can go on behind, a crash loop is restarts without any.
    flight record   the last collectives of a rank, kept so that one can see after a failure who was
@@ -185,7 +185,7 @@
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
    slow links on one machine, to measure or to learn with: tools/emulated_links.h. A run that fails
-   or hangs can leave what each rank called last: dtrain_launch_desc.flight_directory, or
+   or hangs can leave what each rank called last: dtrain_world_options.flight_directory, or
    DTRAIN_FLIGHT_DIRECTORY in the environment; build/flight (tools/flight) reads it.
 
    ------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     if (bytes > all - at)
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
-                           "reserve_bytes of dtrain_launch_desc",
+                           "reserve_bytes of dtrain_world_options",
                            asked, all);
     DTRAIN__TRY(dtrain__promise(world, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,

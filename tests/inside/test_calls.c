@@ -748,7 +748,7 @@ static bool passes(const program *g, bool quiet, char *text, size_t room)
             g->how == STOPS || g->how == LINGERS || (has_splits(g) && matters(g)) ? 1500 : 15000;
         desc.grace_ms =
             g->how == STOPS ? 3000 : 20000; /* who is stopped must be killed; the others end */
-        desc.log = say_nothing;
+        desc.options.log = say_nothing;
         if (g->node_ranks) emulate_links(&desc, g->node_ranks, 10, 5);
         alarm(60);
         y.r->launched = (int32_t)dtrain_launch(&desc, rank_main, &y, &info);
