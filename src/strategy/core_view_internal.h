@@ -28,8 +28,10 @@ typedef struct dtrain__kept {
 /* The members of a strategy that other rooms read and write themselves. */
 typedef struct dtrain__notes {
     /* Of tape and trainer: */
-    float weight;               /* of the next backward */
-    bool several;               /* one backward covers several micro-batches (pipeline) */
+    float weight;       /* of the next backward */
+    bool pipelined;     /* one backward covers all micro-batches of a step */
+    int64_t batch_comm; /* number of a batch normalisation's communicator, or 0: its ranks either
+                           all have a batch, or none has */
     const float *device_weight; /* device memory: the weight of a recorded step; or NULL */
     float *counts; /* (1 + param_count) device memory: after finish, the sum of all ranks' weights,
                       and of each parameter how many ranks have a gradient */

@@ -2,9 +2,9 @@
  *
  * 1. local: check the array and the desc
  * 2. bring errors of step 1 to all ranks, and compare what they have registered
- * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
- * 4. local: lay out, allocate, initialise                       -> agree
- * 5. broadcast rank 0's values of parameters the host owns; publish
+ * 3. AUTO: choose a kind; HYBRID_SHARD: split the ranks; check the settings of the kind
+ * 4. local: lay out, allocate, initialise; then all ranks agree on the outcome
+ * 5. broadcast rank 0's values of parameters that the host owns; publish
  *
  * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
 
@@ -60,43 +60,34 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return DTRAIN_OK;
 }
 
-/* Point a parameter at memory of the library, where the host has given none. */
-static void dtrain__lend(dtrain_strategy *strategy, size_t i)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
-    dtrain__entry *entry = &layout->entries[i];
-    const bool wide = layout->dtype == DTRAIN_DTYPE_F64, alias = storage != p;
-    const bool sharded = dtrain__shard_bucket(layout, i) != NULL;
-    const bool gathered = sharded && layout->shards.params;
-    float *inside = gathered  ? NULL
-                    : sharded ? entry->bucket->values + entry->offset
-                              : entry->own_value;
-    float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
-    entry->lends_value = !dtrain__host_value(p);
-    entry->lends_grad = !dtrain__host_grad(p);
-    if (!p->value && !wide) p->value = alias ? storage->value : inside;
-    if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
-    if (!p->typed_value)
-        p->typed_value = alias      ? storage->typed_value
-                         : wide     ? inside
-                         : gathered ? NULL
-                                    : entry->typed_value;
-    if (!p->typed_grad && entry->trainable)
-        p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
-}
-
 /* Point params at memory of the library (aliases at that of their storage; values of gathered units
  * have none until gather), initialise this rank's piece of every storage, and list the shards that
  * it updates. */
 static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
-    dtrain__layout *layout = &strategy->layout;
+    const dtrain__layout *layout = &strategy->layout;
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
+        dtrain__entry *entry = &layout->entries[i];
+        const bool alias = storage != p, sharded = dtrain__shard_bucket(layout, i) != NULL;
+        const bool gathered = sharded && layout->shards.params;
+        float *inside = gathered  ? NULL
+                        : sharded ? entry->bucket->values + entry->offset
+                                  : entry->own_value;
         if (!dtrain__has_memory(p)) continue;
-        dtrain__lend(strategy, i);
+        float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
+        entry->lends_value = !dtrain__host_value(p);
+        entry->lends_grad = !dtrain__host_grad(p);
+        if (!p->value && !wide) p->value = alias ? storage->value : inside;
+        if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
+        if (!p->typed_value)
+            p->typed_value = alias      ? storage->typed_value
+                             : wide     ? inside
+                             : gathered ? NULL
+                                        : entry->typed_value;
+        if (!p->typed_grad && entry->trainable)
+            p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
@@ -219,7 +210,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 dtrain_strategy **out)
 {
     if (out) *out = NULL;
-    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
+    DTRAIN__GIVEN("dtrain_strategy_create", world);
     dtrain_strategy_desc own;
     dtrain_compression_desc how;
     dtrain_result result = dtrain__take_strategy(world, desc, &own, &how);

@@ -76,10 +76,9 @@ typedef struct dtrain__bucket {
     uint32_t step; /* how far they are: 0, the number of the step under way, or DTRAIN__REDUCED */
     dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* state of compression (steps_internal.h), or NULL */
-    float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
-    int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
-    bool tensor_packed;
-    float *values, *grads;           /* (count) */
+    float *tensor_sum;     /* (tensor_count) packed gradients to sum over the tensor axis */
+    int64_t tensor_count;  /* 0: nothing is summed over the tensor axis */
+    float *values, *grads; /* (count) */
     float *value_shard, *grad_shard; /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads;     /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
@@ -89,8 +88,8 @@ typedef struct dtrain__bucket {
 /* Where the values of a unit are: the drawing is in units.c. */
 typedef enum dtrain__unit_state {
     DTRAIN__UNIT_ABSENT,
-    DTRAIN__UNIT_COMING,
-    DTRAIN__UNIT_HERE,
+    DTRAIN__UNIT_GATHERING,
+    DTRAIN__UNIT_GATHERED,
     DTRAIN__UNIT_SHOWN
 } dtrain__unit_state;
 

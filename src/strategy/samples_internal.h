@@ -27,8 +27,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
 /* Note that a tape runs the backwards: joining ranks then agree on a full batch. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
-/* Note that an operation computes over the batches of several ranks: either all join, or none. */
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms);
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,

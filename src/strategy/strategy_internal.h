@@ -46,8 +46,7 @@
 #define DTRAIN__SQUARES 2
 
 typedef struct dtrain__step dtrain__step;
-typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                      const dtrain__step *step);
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One step of a bucket from its gradients to their mean. begin prepares and starts collectives on
  * the step's own communicator; when they are done end is called, and the next step begins. Without
@@ -75,8 +74,8 @@ typedef struct dtrain__step_list {
                                     are multiplied by 1/N once; in fp16 and fp64 they are means */
 } dtrain__step_list;
 
-/* Streams and events between a GPU and host memory. `arrived` is for gradients: in a
- * backward they reach the bounce buffers, in an update the optimizer's staging buffers. */
+/* Streams and events between a GPU and host memory. `arrived` is for gradients: in a backward they
+ * reach the bounce buffers, in an update the optimizer's staging buffers. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
     dtrain_stream *down, *up; /* copies to the host, and to the device */
@@ -130,7 +129,6 @@ struct dtrain_strategy {
     bool evaluates; /* the trainer's evaluation is under way */
     /* Takes part, without a batch, in what losses on other ranks agree on; NULL without a tape. */
     dtrain_result (*join_loss)(dtrain_strategy *strategy, dtrain_pass pass);
-    int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
