@@ -122,7 +122,7 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
     const dtrain__entry *entry = &strategy->layout.entries[index];
     const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
-    if (!entry->here)
+    if (!entry->local)
         why = "belongs to a stage of another rank of the pipeline axis, which alone marks it";
     else if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
