@@ -64,7 +64,7 @@ mutant "step: a missing gradient is the end" train/pipeline_step.c 's/    DTRAIN
 mutant "step: weights of a program's own do not count" train/pipeline_step.c 's/micro->weight = dtrain__notes_of(.*;/micro->weight = 1;/'
 mutant "step: a weight is that of later micro-batches too" train/pipeline_step.c 's/    return dtrain_strategy_weight(strategy, 1);.*/    return DTRAIN_OK;/'
 mutant "step: accumulate is the program's" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));.*//'
-mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__notes_of(strategy)->several = .*//;s/^    return dtrain__stages_create(/    if (trainer->desc.strategy) dtrain__notes_of(trainer->desc.strategy)->several = trainer->desc.micro_batches > 1;\n&/'
+mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__notes_of(strategy)->pipelined = .*//;s/^    return dtrain__stages_create(/    if (trainer->desc.strategy) dtrain__notes_of(trainer->desc.strategy)->pipelined = trainer->desc.micro_batches > 1;\n&/'
 mutant "step: every stage gives its weight" strategy/counts.c 's/if (strategy->groups.pipeline_rank)/if (false)/'
 mutant "settings: trainers differ" train/create.c 's/    if (trainer->compared) return DTRAIN_OK;/    if (true) return DTRAIN_OK;/'
 mutant "refused: Muon where it has a matrix alone" strategy/query.c 's/!strategy->layout.entries\[i\].whole/dtrain__shard_bucket(\&strategy->layout, i)/'

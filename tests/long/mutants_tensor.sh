@@ -63,7 +63,7 @@ mutant "dropout: masks of the part" tape/elementwise.c 's/of->whole_n = part->wh
 mutant "backward: gradients of whole tensors count on each rank" tape/backward.c 's/if (groups->sequence_parallel \&\& groups->tensor_rank/if (false \&\& groups->tensor_rank/'
 mutant "backward: what does not count is left in place" tape/backward.c 's/    if (!\*accumulate)$/    if (false)/'
 mutant "strategy: gradients of rows are not summed" strategy/tensor.c '/_tensor_begin(/,/^}/s/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
-mutant "strategy: sums are not unpacked" strategy/tensor.c 's/return bucket->tensor_packed ?/return false ?/'
+mutant "strategy: sums are not unpacked" strategy/tensor.c 's/return dtrain__tensor_pack(strategy, bucket, true);/return DTRAIN_OK;/'
 mutant "strategy: sums in a mean" strategy/tensor.c 's/    packed += dtrain__padded(count);/    for (int64_t k = 0; k < count \&\& !back; k++) packed[k] \/= 2;\n&/'
 mutant "norm: each rank counts what is whole" strategy/norm.c 's/: whole \&\& groups->tensor_rank)/: false)/'
 mutant "norm: the first rank counts what is cut" strategy/norm.c 's/: whole \&\& groups->tensor_rank)/: groups->tensor_rank)/'
