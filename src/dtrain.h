@@ -261,7 +261,6 @@ DTRAIN__COLD
 #if DTRAIN__MODELS
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_layers.c"
-#include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_convolution.c"
 #include "device/cpu/launch_winograd.c"
 #endif
