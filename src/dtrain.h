@@ -187,7 +187,7 @@ DTRAIN__COLD
 #if DTRAIN__STATE
 #include "state/state.c"
 #include "state/box.c"
-#include "state/union.c"
+#include "state/pieces.c"
 #include "state/save.c"
 #include "state/read.c"
 #include "state/load.c"
