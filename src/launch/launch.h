@@ -100,12 +100,8 @@ typedef struct dtrain_launch_desc {
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that there are none */
     dtrain_trace_desc trace;      /* all zero = none */
-    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
+    uint32_t join_ms;      /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
-    uint64_t job;     /* hash of what the program trains on and how, where the launcher has no name
-                         for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
-                         port, ranks with another hash are turned away for as long as the right one
-                         may still come (ten seconds). 0 = nothing tells such jobs apart */
     const dtrain_abi *abi; /* &dtrain_header_abi, required where dtrain is a library compiled apart
                               (core/abi.h); NULL = program and library are compiled together */
 } dtrain_launch_desc;

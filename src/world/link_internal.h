@@ -30,9 +30,8 @@ typedef struct dtrain__placement {
     uint32_t port;              /* where rank 0 listens */
     uint32_t restart_count;     /* restarts so far by the launcher around this process */
     uint64_t key[2];            /* the key of this run, see world/rendezvous.c */
-    bool named;                 /* it has one: DTRAIN_JOB_KEY, or the launcher's name of the run */
-    uint64_t job;               /* without one: desc.job, by which jobs are told apart */
-    bool complete; /* a launcher has said which rank this is, if only the one of a world of one */
+    bool named;                 /* true if DTRAIN_JOB_KEY or the launcher names this run */
+    bool complete;              /* true if a launcher gave a rank and a size, even a size of one */
 } dtrain__placement;
 
 typedef enum dtrain__frame_kind {

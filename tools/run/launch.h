@@ -56,7 +56,6 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
     launch->threads_per_rank = (uint32_t)s->threads;
     launch->timeout_ms = (uint32_t)s->timeout * 1000;
     launch->restarts = (uint32_t)s->restarts;
-    launch->job = hash_job();
     launch->log = print_message;
     launch->mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
     return 0;
