@@ -290,6 +290,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
                            "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
                            place->family, place->size);
+    if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_launch("dtrain_launch", launch));

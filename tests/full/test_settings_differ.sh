@@ -92,6 +92,29 @@ resnet="$build/resnet_cifar --batch 2 --steps 2 --threads 1 --timeout 20"
 refused "resnet_cifar --lr" "rank 1 has --lr 0.5, rank 0 0.1;" "$resnet" "--lr 0.5"
 refused "resnet_cifar --sync-batchnorm" "rank 1 has --sync-batchnorm 1, rank 0 0;" "$resnet" "--sync-batchnorm"
 
+# Two jobs at one port, without a key: rank 1 of job B calls rank 0 of job A before and after A's own rank 1, and is
+# turned away; A trains as if it had been alone.
 unset DTRAIN_JOB_KEY
+take_ports
+one() {
+    r=$1; shift
+    RANK=$r WORLD_SIZE=2 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 $gpt "$@" >"$tmp/$r.out" 2>"$tmp/$r.err"
+}
+losses() { sed -n 's/.*"loss": \([^,]*\),.*/\1/p' "$1"; }
+DTRAIN_JOB_KEY=alone one 1 --log "$tmp/alone" & own=$!
+DTRAIN_JOB_KEY=alone one 0 --log "$tmp/alone"
+wait $own
+one 0 --log "$tmp/a" & first=$!
+wait_line 60 'neither DTRAIN_JOB_KEY nor' "$tmp/0.err"
+result "a run without a name says so" $? "$tmp/0.err"
+RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 300 ${gpt%--timeout*} --timeout 8 ${gpt#*--timeout 20} --data "$tmp/longer" >"$tmp/b.out" 2>"$tmp/b.err" & other=$!
+wait_line 60 'a rank 1 with other settings or data than rank 0 has called' "$tmp/0.err"
+result "rank 0 hears of the other job" $? "$tmp/0.err"
+one 1 --log "$tmp/a" & own=$!
+wait $own && wait $first && [ "$(losses "$tmp/a" | wc -l)" -ge 2 ] && losses "$tmp/a" >"$tmp/x" && losses "$tmp/alone" | cmp -s - "$tmp/x"
+result "the job trains as if alone" $? "$tmp/0.err"
+wait $other
+[ $? -ne 0 ] && grep -q 'is rank 0 of a job with other settings or data' "$tmp/b.err"
+result "the other job's rank is turned away" $? "$tmp/b.err"
 refused "other flags without a key" "rank 1 has --lr 0.5, rank 0 0.002;" "$gpt" "--lr 0.5"
 finish
