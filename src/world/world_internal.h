@@ -80,6 +80,16 @@ typedef struct dtrain__pulse {
     uint64_t line;
 } dtrain__pulse;
 
+/* The operation that a rank has been waiting for, as comm/circle.c shows it. The fields between
+ * `number` and `text` are atomic by themselves, and those of this wait or of a later one. */
+typedef struct dtrain__long_wait {
+    uint64_t number;   /* atomic, stored last: of the wait, from 1, below 2^31; 0: none */
+    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
+    uint64_t sequence; /* of the collective; messages: 0 */
+    uint32_t kind;     /* dtrain_collective_kind */
+    char text[176];    /* the call, for error sentences */
+} dtrain__long_wait;
+
 /* The control page, at the start of the shared region. Where ranks share no memory, each has its
  * own copy, which the link updates. */
 typedef struct dtrain__control {
@@ -96,6 +106,8 @@ typedef struct dtrain__control {
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: for whom each rank waits, see control.c */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
+    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
+    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
     uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use the mapping of a process,
                                            which its first rank has made, see page.c */
 } dtrain__control;
@@ -120,6 +132,12 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part;   /* of a communicator, see comm/ */
 typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
+struct dtrain__engine;
+struct dtrain__work;
+struct dtrain__wait;
+typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
+                                         const struct dtrain__work *work,
+                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
@@ -164,9 +182,12 @@ struct dtrain_world {
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    int64_t comm_count;           /* every communicator made so far has a smaller number */
-    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
-    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
+    uint64_t long_wait_ns;        /* a wait that lasts longer gets a number, see comm/circle.c */
+    uint64_t long_wait_count;     /* of these numbers, so far ... */
+    dtrain__look_fn look_for_circle; /* ... of which control.c knows nothing; or NULL */
+    int64_t comm_count;              /* every communicator made so far has a smaller number */
+    dtrain__timeline timeline;       /* its spans, collectives and signs of life */
+    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
@@ -180,6 +201,8 @@ typedef struct dtrain__wait {
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
     uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
+    uint64_t number, looked_ns;  /* of a long wait, see comm/circle.c; when it last looked */
+    uint64_t facts, facts_ns;    /* sum of those read last; when it changed */
 } dtrain__wait;
 
 /* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last
