@@ -127,6 +127,7 @@ DTRAIN__HOT
 #include "comm/reduce.c"
 #include "comm/local.c"
 DTRAIN__COLD
+#include "comm/circle.c"
 #include "comm/staged.c"
 #include "comm/backend.c"
 #include "launch/launch.c"
