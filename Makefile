@@ -61,11 +61,10 @@ $(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(LINKED) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
-# Tools that read a run's files need only objects of src/core, with its private functions; dtrain-run has its own core.
-INTERNAL = $(LINKED) -iquote src $(addprefix -include ,$(patsubst src/%,%,$(wildcard src/*/*_internal.h)))
-READING  = flight trace report
+# Tools that read a run's files call only src/core; dtrain-run has its own core.
+READING = flight trace report
 $(READING:%=$(BUILD)/%): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c))
-	$(PROGRAM) $(INTERNAL) $< $(filter %.o,$^) -o $@ $(LIBS)
+	$(PROGRAM) $(LINKED) -iquote src -include core/json_internal.h -include world/world_internal.h $< $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/dtrain-run: dtrain-run.c $(BUILD)/flags
 	$(PROGRAM) -DDTRAIN_CORE $< -o $@ $(LIBS)
 COMPUTING = $(filter-out $(READING) dtrain-run,$(notdir $(EXAMPLES)))

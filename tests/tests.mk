@@ -144,6 +144,7 @@ gpu-first gpu-check gpu-bench:
 # sources.a is the library as objects of src/, for tests that call its private functions.
 GPU_INCLUDES := -Itests -Itests/support -Itests/unit -Itests/cuda -Ibench
 TEST_INCLUDES = $(GPU_INCLUDES) -Itests/nccl/mock
+INTERNAL      = $(LINKED) -iquote src $(addprefix -include ,$(patsubst src/%,%,$(wildcard src/*/*_internal.h)))
 $(BUILD)/sources.a: $(PARTS)
 # Tests and emulated kernels run nearly as fast with -O1, and compile in two thirds of the time.
 $(BUILD)/tests/test_% $(BUILD)/emu/test_%.o $(BUILD)/emu/dtrain_cuda.o: private override CFLAGS := $(CFLAGS:-O2=-O1)
