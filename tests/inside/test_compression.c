@@ -459,7 +459,7 @@ static field_seen *field_train(const field_case *c)
     run.c = c;
     run.seen = (field_seen *)ranks_shared(sizeof *run.seen);
     if (c->emulated) {
-        desc.node_ranks = (uint32_t)c->emulated;
+        desc.options.node_ranks = (uint32_t)c->emulated;
     }
     CHECK_MSG(ranks_launch(&desc, field_rank, &run, NULL) == DTRAIN_OK, "%d ranks, %s: %s",
               c->ranks, ranks_mode_name(c->mode), dtrain_last_error());
@@ -1576,7 +1576,7 @@ static dtrain_launch_desc tracked_launch(tracked *t, int method)
     dtrain_launch_desc desc = ranks_desc(4, DTRAIN_LAUNCH_THREADS);
     t->method = method;
     memset(&t->memory, 0, sizeof t->memory);
-    desc.allocator = counted_allocator(&t->memory);
+    desc.options.allocator = counted_allocator(&t->memory);
     return desc;
 }
 

@@ -985,7 +985,7 @@ static void test_memory(void)
         folder_make();
         j->to = in_folder("model.safetensors");
         j->during = failing_memory;
-        j->launch.allocator = counted_allocator(&memory);
+        j->launch.options.allocator = counted_allocator(&memory);
         job_go(j, "failing memory");
         CHECK(memory.live == 0 && memory.wrong == 0);
         folder_remove();

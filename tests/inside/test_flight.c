@@ -95,9 +95,9 @@ static dtrain_result run_plan(plan *p)
     desc.threads_per_rank = 1;
     desc.restarts = p->restarts;
     desc.backoff_ms = 1;
-    desc.log_level = DTRAIN_LOG_WARNING;
+    desc.options.log_level = DTRAIN_LOG_WARNING;
     desc.catch_signals = p->catches;
-    desc.flight_directory = p->asked ? p->asked : p->directory;
+    desc.options.flight_directory = p->asked ? p->asked : p->directory;
     return dtrain_launch(&desc, rank_of_a_plan, p, NULL);
 }
 

@@ -491,7 +491,7 @@ static void test_memory_failures(void)
             counted_memory state;
             memset(&state, 0, sizeof state);
             state.fail_at = fail_at;
-            launch.allocator = counted_allocator(&state);
+            launch.options.allocator = counted_allocator(&state);
             result = dtrain_launch(&launch, memory_rank, &workers, NULL);
             CHECK_MSG(state.live == 0 && state.live_bytes == 0 && state.wrong == 0,
                       "%ld blocks left after failure %d", state.live, fail_at);

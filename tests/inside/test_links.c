@@ -32,7 +32,7 @@ static void links_run(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main, 
 {
     dtrain_result result = ranks_launch(desc, rank_main, user, NULL);
     CHECK_MSG(result == DTRAIN_OK, "%u ranks, %u a node, %s: %s", desc->rank_count,
-              desc->node_ranks, ranks_mode_name(desc->mode),
+              desc->options.node_ranks, ranks_mode_name(desc->mode),
               result == DTRAIN_OK ? "" : dtrain_last_error());
 }
 
@@ -282,7 +282,7 @@ static int rank_formula(dtrain_world *world, void *user)
 {
     static const size_t counts[] = {1, 300, 25000};
     const dtrain_launch_desc *desc = (const dtrain_launch_desc *)user;
-    const int n = dtrain_world_size(world), each = (int)desc->node_ranks;
+    const int n = dtrain_world_size(world), each = (int)desc->options.node_ranks;
     const double gigabits = emulated_links.gigabits_per_second, latency = emulated_links.latency_us;
     dtrain_comm *comm = dtrain_world_comm(world);
     size_t k, c;
@@ -600,7 +600,7 @@ static void test_bad_values(void)
     static const uint32_t nodes[] = {3, 8, 65536, 0xffffffffu};
     for (size_t i = 0; i < sizeof nodes / sizeof *nodes; i++) {
         dtrain_launch_desc desc = ranks_desc(4, 0);
-        desc.node_ranks = nodes[i];
+        desc.options.node_ranks = nodes[i];
         refused(&desc, DTRAIN_ERROR_ARGUMENT, "node_ranks");
     }
 }
@@ -617,7 +617,7 @@ static int rank_local_named(dtrain_world *world, void *user)
 static void test_local_by_name(void)
 {
     dtrain_launch_desc desc = ranks_desc(2, 0);
-    desc.node_ranks = 1;
+    desc.options.node_ranks = 1;
     CHECK(dtrain_comm_ops_by_name("local", &desc.comm_ops) == DTRAIN_OK);
     links_run(&desc, rank_local_named, NULL);
 }

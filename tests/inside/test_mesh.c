@@ -326,9 +326,9 @@ static void test_crossing_nodes(void)
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         axes size = sizes[i];
         dtrain_launch_desc desc = ranks_desc(8, DTRAIN_LAUNCH_THREADS);
-        desc.node_ranks = 2;
-        desc.log_level = DTRAIN_LOG_WARNING;
-        desc.log = count_warnings;
+        desc.options.node_ranks = 2;
+        desc.options.log_level = DTRAIN_LOG_WARNING;
+        desc.options.log = count_warnings;
         warnings = 0;
         CHECK(ranks_launch(&desc, rank_meshes, &size, NULL) == DTRAIN_OK);
         CHECK_MSG(warnings == (size.tensor > 2), "tensor %d: %d warnings", size.tensor, warnings);
@@ -375,13 +375,13 @@ static void test_memory(void)
     counted_memory memory;
     dtrain_launch_desc desc = ranks_desc(8, DTRAIN_LAUNCH_THREADS);
     memset(&memory, 0, sizeof memory);
-    desc.allocator = counted_allocator(&memory);
+    desc.options.allocator = counted_allocator(&memory);
     CHECK(ranks_launch(&desc, rank_again, &memory, NULL) == DTRAIN_OK);
     for (long at = 0, last = 1; at <= last; at++) {
         memset(&memory, 0, sizeof memory);
         memory.fail_at = at;
         desc = ranks_desc(4, DTRAIN_LAUNCH_THREADS);
-        desc.allocator = counted_allocator(&memory);
+        desc.options.allocator = counted_allocator(&memory);
         const dtrain_result result = ranks_launch(&desc, rank_short, &memory, NULL);
         if (at == 0) last = memory.calls;
         CHECK((result == DTRAIN_OK) == (at == 0));

@@ -354,7 +354,7 @@ static void crew_start(crew *c, int slot, int rank)
         if (c->words[slot]) set_words(c->words[slot]);
         desc.timeout_ms = c->timeout_ms;
         desc.comm_ops = c->comm_ops;
-        desc.log_level = DTRAIN_LOG_ERROR;
+        desc.options.log_level = DTRAIN_LOG_ERROR;
         if (c->before) c->before(rank);
         fds = ranks_entries("/proc/self/fd", "");
         end->result = dtrain_launch(&desc, c->rank_main, c->user, &info);
@@ -1661,8 +1661,8 @@ static pid_t start_poor(int rank, counted_memory *memory, uint16_t port)
     if (pid) return pid;
     desc.timeout_ms = 1500;
     desc.grace_ms = 300;
-    desc.log_level = DTRAIN_LOG_ERROR;
-    if (memory) desc.allocator = counted_allocator(memory);
+    desc.options.log_level = DTRAIN_LOG_ERROR;
+    if (memory) desc.options.allocator = counted_allocator(memory);
     snprintf(words, sizeof words, "RANK=%d WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 DTRAIN_PORT=%u", rank,
              port);
     set_words(words);

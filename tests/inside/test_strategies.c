@@ -699,8 +699,8 @@ static chain_run *run_in_9_mib(uint32_t kind)
     dtrain_result result;
     memset(&memory, 0, sizeof memory);
     memory.limit_bytes = (long)(4 * mib);
-    desc.allocator = counted_allocator(&memory);
-    desc.reserve_bytes = 5 * mib;
+    desc.options.allocator = counted_allocator(&memory);
+    desc.options.reserve_bytes = 5 * mib;
     run->desc.memory_limit = 9 * mib;
     run->desc.other_bytes = mib;
     result = ranks_launch(&desc, chain_rank, run, NULL);

@@ -229,10 +229,10 @@ static traced_run *new_run(uint32_t mode, uint32_t events)
     snprintf(run->path, sizeof run->path, "%s/a.b.json", run->directory);
     run->desc.rank_count = 2;
     run->desc.mode = mode;
-    run->desc.trace.path = run->path;
-    run->desc.trace.event_count = events;
-    run->desc.log = count_warnings;
-    run->desc.log_user = run;
+    run->desc.options.trace.path = run->path;
+    run->desc.options.trace.event_count = events;
+    run->desc.options.log = count_warnings;
+    run->desc.options.log_user = run;
     return run;
 }
 static const char *file_of(const traced_run *run, int rank)
@@ -401,15 +401,15 @@ static int steps_of_a_host(dtrain_world *world, void *user)
 static void test_limits(void)
 {
     traced_run *run = new_run(DTRAIN_LAUNCH_PROCESSES, 0);
-    run->desc.trace.first_step = 3;
-    run->desc.trace.step_count = 4;
+    run->desc.options.trace.first_step = 3;
+    run->desc.options.trace.step_count = 4;
     CHECK(dtrain_launch(&run->desc, steps_of_a_host, NULL, NULL) == DTRAIN_OK);
     found f = read_trace(file_of(run, 1), "step");
     CHECK_MSG(f.whole && f.ended && f.named == 4, "%ld steps", f.named);
     CHECK(read_trace(file_of(run, 1), "detail").named == 4 && run->warnings == 0);
     end_run(run);
     run = new_run(DTRAIN_LAUNCH_THREADS, 64);
-    run->desc.trace.file_bytes = 20000;
+    run->desc.options.trace.file_bytes = 20000;
     CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_OK);
     f = read_trace(file_of(run, 0), "inner");
     CHECK_MSG(f.whole && f.ended && f.named > 20 && f.named < 200, "%ld spans in 20000 bytes",
@@ -426,12 +426,12 @@ static void test_failing_files(void)
     CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_OK);
     CHECK_MSG(run->warnings == 1, "%ld warnings", run->warnings);
     CHECK(read_trace(file_of(run, 1), "inner").named == MANY / 2);
-    run->desc.trace.path = "/proc/nowhere/t.json";
+    run->desc.options.trace.path = "/proc/nowhere/t.json";
     CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_ERROR_RANK_FAILED);
     CHECK_MSG(strstr(dtrain_last_error(), "/proc/nowhere/t.rank") != NULL, "%s",
               dtrain_last_error());
-    run->desc.trace.path = run->path;
-    run->desc.trace.event_count = 3;
+    run->desc.options.trace.path = run->path;
+    run->desc.options.trace.event_count = 3;
     CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_ERROR_RANK_FAILED);
     CHECK_MSG(strstr(dtrain_last_error(), "event_count") != NULL, "%s", dtrain_last_error());
     end_run(run);
@@ -445,8 +445,8 @@ static void test_memory_failures(void)
     long plain = 0;
     for (int traced = 0; traced < 2; traced++) {
         memset(&memory, 0, sizeof memory);
-        run->desc.allocator = counted_allocator(&memory);
-        run->desc.trace.path = traced ? run->path : NULL;
+        run->desc.options.allocator = counted_allocator(&memory);
+        run->desc.options.trace.path = traced ? run->path : NULL;
         CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_OK);
         if (!traced) plain = memory.calls;
     }
@@ -455,7 +455,7 @@ static void test_memory_failures(void)
     for (long at = 1; at <= calls; at++) {
         memset(&memory, 0, sizeof memory);
         memory.fail_at = at;
-        run->desc.allocator = counted_allocator(&memory);
+        run->desc.options.allocator = counted_allocator(&memory);
         CHECK_MSG(dtrain_launch(&run->desc, many_spans, NULL, NULL) != DTRAIN_OK, "allocation %ld",
                   at);
         CHECK_MSG(memory.live == 0 && memory.wrong == 0, "allocation %ld: %ld blocks, %ld wrong",

@@ -137,8 +137,8 @@ int main(int argc, char **argv)
     directory = argc > 1 ? argv[1] : ".";
     snprintf(trace, sizeof trace, "%s/t.json", directory);
     launch.rank_count = 2;
-    launch.trace.path = trace;
-    launch.flight_directory = directory;
+    launch.options.trace.path = trace;
+    launch.options.flight_directory = directory;
     (void)dtrain_launch(&launch, rank, NULL, NULL);
     return 0;
 }

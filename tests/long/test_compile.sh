@@ -121,7 +121,7 @@ int main(void)
     dtrain_launch_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.rank_count = 1;
-    desc.trace.path = "trace.json";
+    desc.options.trace.path = "trace.json";
     if (dtrain_launch(&desc, rank_main, NULL, NULL) == DTRAIN_OK) return 1;
     puts(dtrain_last_error());
     return 0;

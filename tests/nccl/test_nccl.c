@@ -86,7 +86,7 @@ static dtrain_launch_desc nccl_desc(int ranks, uint32_t timeout_ms)
     desc.device_ops = test_ops();
     desc.comm_ops = dtrain_nccl_comm_ops();
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
-    desc.log = quiet;
+    desc.options.log = quiet;
     return desc;
 }
 
@@ -909,7 +909,7 @@ static int rank_steady(dtrain_world *world, void *user)
 static void test_steady_state(void)
 {
     dtrain_launch_desc desc = nccl_desc(2, 20000);
-    desc.allocator = counted_allocator(&steady_memory);
+    desc.options.allocator = counted_allocator(&steady_memory);
     CHECK_MSG(ranks_launch(&desc, rank_steady, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 

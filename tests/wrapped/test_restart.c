@@ -104,9 +104,9 @@ static void forget(plan *p) { munmap(p, sizeof *p); }
 static dtrain_launch_desc restart_desc(int ranks, uint32_t mode, uint32_t restarts, plan *p)
 {
     dtrain_launch_desc desc = ranks_desc(ranks, mode);
-    desc.log_level = DTRAIN_LOG_WARNING;
-    desc.log = keep_warning;
-    desc.log_user = p;
+    desc.options.log_level = DTRAIN_LOG_WARNING;
+    desc.options.log = keep_warning;
+    desc.options.log_user = p;
     desc.restarts = restarts;
     desc.backoff_ms = 5;
     return desc;
@@ -529,7 +529,7 @@ static void test_refused_ranks(void)
     plan *p = new_plan(0, 4);
     dtrain_launch_desc desc = restart_desc(4, PROCESSES, 3, p);
     dtrain_launch_info info;
-    desc.log = count_attempts;
+    desc.options.log = count_attempts;
     p->acts[0] = RETURNS;
     refuse(1, 9, 2);
     CHECK(ranks_launch(&desc, rank_of_refused, p, &info) == DTRAIN_ERROR_SYSTEM);

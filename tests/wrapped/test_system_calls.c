@@ -8,7 +8,7 @@
  *     build/tests/test_system_calls --seconds 600                       all of them
  *     build/tests/test_system_calls --case joined 1 send EPIPE 3 once   what a failure prints, in words
  *
- * The linker puts the functions named __wrap_ here between the library and the C library (tests/tests.mk). */
+ * The linker puts the functions named __wrap_ here between the library and the C library (ld --wrap). */
 #include "test.h"
 
 #include "dtrain.h"
@@ -512,10 +512,10 @@ static void launch(run *r, int index)
     desc.threads_per_rank = s->launches == 1 ? 2 : 1;
     desc.timeout_ms = r->timeout_ms;
     desc.grace_ms = s->stuck ? 50 : r->timeout_ms / 2;
-    desc.reserve_bytes = (size_t)1 << 20;
-    desc.log = say_nothing;
-    desc.allocator = counted_allocator(&r->memory);
-    desc.allocator.alloc = fails_or_counts;
+    desc.options.reserve_bytes = (size_t)1 << 20;
+    desc.options.log = say_nothing;
+    desc.options.allocator = counted_allocator(&r->memory);
+    desc.options.allocator.alloc = fails_or_counts;
     if (s->apart) desc.comm_ops = &bridge_ops;
     if (s->launches > 1) {
         const bool forks = s->forks > 0;
