@@ -87,7 +87,7 @@ ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs \
              $(BUILD)/emu/test_tensor_programs $(BUILD)/emu/test_pipeline
 HOSTS     += $(BUILD)/emu/flat_array_dtrain
-EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
+EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp offload gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
 endif
@@ -115,7 +115,7 @@ RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
 # What several scripts need is built before them: they run in parallel, and each would build it.
-SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS))
+SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS)) $(if $(filter tests/cli/test_examples.sh,$(ALL)),$(filter %/offload,$(EMU_BENCH)))
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(FAST)
@@ -210,7 +210,7 @@ mpi: $(EXAMPLES:$(BUILD)/%=$(BUILD)/mpi/%)
 	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/mpi/. Try: mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt solver solver_dtrain)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt over_mpi solver solver_dtrain)
 
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
