@@ -9,7 +9,7 @@
  *                      832  shard_grad_op         512         64      128    128  0.839179
  *                      768  hybrid_shard          128        128      256    256  0.839179
  *                      512  full_shard             64         64      256    128  0.839179
- *                      256  none: rank 0: dtrain_strategy_create: no strategy fits: the smallest needs 0.5 MiB
+ *                      256  none fits
  *
  * dtrain_strategy_plan counts the memory of a kind without allocating it. The program sets its total as the limit;
  * without a limit AUTO takes what is free on the device. other_bytes is what a rank needs for activations. */
@@ -55,7 +55,10 @@ static int choose(dtrain_world *world, void *user)
     }
     automatic.memory_limit /= 2;
     if (train(world, &automatic, &adamw, 1e-3f, &of) != DTRAIN_ERROR_MEMORY) return 1;
-    if (first) printf("%20.0f  none: %s\n", kib(automatic.memory_limit), dtrain_last_error());
+    if (first) {
+        printf("%20.0f  none fits\n", kib(automatic.memory_limit));
+        fprintf(stderr, "%s\n", dtrain_last_error()); /* how much is missing, and what would help */
+    }
     return 0;
 }
 

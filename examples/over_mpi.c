@@ -2,7 +2,7 @@
  *
  *   build:   cc -O2 -I. examples/over_mpi.c -o over_mpi -lm -lpthread
  *            (no MPI: the same program, over the memory that ranks of one host share)
- *   MPI:     mpicc -O2 -I. -DDTRAIN_USE_MPI examples/over_mpi.c -o over_mpi -lm -lpthread
+ *   or:      mpicc -O2 -I. -DDTRAIN_USE_MPI examples/over_mpi.c -o over_mpi -lm -lpthread
  *   run:     mpirun -n 4 ./over_mpi
  *   expect of ./over_mpi, built without MPI:
  *     2 ranks over local

@@ -137,9 +137,10 @@ laid_out 8 2 2 223616
 good "parallel_3d, who has what" "^pipeline 1: ranks 4\+5 6\+7" $cubic --steps 1
 grep -q "^rank 1   \.  F0 B0 B0 F1 B1 B1" "$tmp/out"
 result "parallel_3d draws its schedule" $? "$tmp/out"
-bad "parallel_3d, unknown flag" '"--layers 3" is not understood' $cubic --layers 3
-bad "parallel_3d, no such schedule" '"--schedule sine" is not understood' $cubic --schedule sine
-bad "parallel_3d, flag without value" '"--chunks " is not understood' $cubic --chunks
+bad "parallel_3d, unknown flag" 'the flag "--layers" is not one of: --data' $cubic --layers 3
+bad "parallel_3d, no such schedule" '--schedule "sine" is not one of: 1f1b' $cubic --schedule sine
+bad "parallel_3d, flag without value" '--chunks needs a value' $cubic --chunks
+bad "parallel_3d, steps that are no number" '--steps takes a positive number' $cubic --steps many
 bad "parallel_3d, an option without effect" "do nothing with --pipeline 1" $cubic --pipeline 1 --chunks 2
 bad "parallel_3d, samples that cannot be divided" "--batch 9 should be" $cubic --batch 9
 
