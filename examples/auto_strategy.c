@@ -1,5 +1,5 @@
-/* auto_strategy.c: lets the library choose the strategy (AUTO): of the kinds whose memory fits the limit of a rank, the
- * one that communicates least.
+/* auto_strategy.c: lets the library choose the strategy (AUTO): the kind that communicates least, among the kinds that
+ * fit the memory limit of a rank.
  *
  *   build:   cc -O2 -I. examples/auto_strategy.c -o auto_strategy -lm -lpthread
  *   run:     ./auto_strategy            eight ranks, two nodes of four

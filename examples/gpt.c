@@ -21,9 +21,9 @@
  * before eighteen." The last digits depend on the processor's instruction set.
  *
  * --strategy changes where parameters, gradients and AdamW's state live, and nothing else: the
- * losses are the same. --tensor cuts what the table of parameters marks (`cut`) over so many ranks,
- * and the other ranks are replicas: the text of the model stays what it is, and so do the losses, to
- * rounding. tools/train_gpt is the same program with everything that can be set. */
+ * losses are the same. --tensor divides the parameters with a mark (`cut`) in their table over so many
+ * ranks, and the other ranks are replicas: the model's text stays the same, and the losses differ only
+ * by rounding. tools/train_gpt is the same program with everything that can be set. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -41,8 +41,8 @@ typedef struct settings {
     float lr;
 } settings;
 
-/* Draw bytes after a newline, each from a forward pass over those before it. All ranks draw the
- * same ones, because sharded parameters, and logits, are gathered by all ranks together. */
+/* Draw bytes after a newline, each from a forward pass over the bytes before it. All ranks draw the
+ * same bytes, because all ranks gather sharded parameters and logits together. */
 static int sample(dtrain_tape *t, model *m, uint32_t tape_flags, bool print)
 {
     static float logits[SEQ * VOCAB];

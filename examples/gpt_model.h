@@ -108,7 +108,7 @@ typedef struct batch {
 } batch;
 
 /* With a pipeline every rank builds the loss of the whole model: the tape runs only the units of the
- * stage whose turn it is, and takes from messages what these read of other stages. */
+ * stage whose turn it is, and takes inputs that other stages compute from messages. */
 static dtrain_tensor *loss(dtrain_tape *t, void *user)
 {
     batch *b = (batch *)user;

@@ -1,5 +1,5 @@
-/* llama.c: a Llama (RMSNorm, rotary positions, SwiGLU, grouped-query attention) that begins from the
- * weights of Hugging Face, or from random ones, learns a text, and is written for Hugging Face.
+/* llama.c: a Llama (RMSNorm, rotary positions, SwiGLU, grouped-query attention) that starts from
+ * weights of Hugging Face or from random ones, learns a text, and is saved in the format of Hugging Face.
  *
  *   build:   cc -O2 -I. examples/llama.c -o llama -lm -lpthread
  *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/llama.c dtrain_cuda.cu -lcublasLt -o llama
@@ -39,8 +39,8 @@ typedef struct llama {
     size_t count;
 } llama;
 
-/* How ranks of a tensor axis may share a matrix: by its rows, which are outputs, or its columns, inputs; what has
- * heads in as many parts as there are heads of keys, so that each rank has those of queries that share them. */
+/* How ranks of a tensor axis share a matrix: by its rows, which are outputs, or its columns, which are inputs. Matrices
+ * with heads have as many parts as there are key heads, so that each rank has the query heads that share its keys. */
 static dtrain_cut cut(uint32_t axis, int64_t parts)
 {
     return (dtrain_cut){.axis = axis, .parts = parts};
@@ -137,7 +137,7 @@ static dtrain_tensor *forward(dtrain_tape *t, const llama *m, const int32_t *tok
 
 /* ---- config.json ------------------------------------------------------------------------- */
 
-/* What is computed here beside sizes, epsilon and the base of the rotation. */
+/* The values of config.json that this model computes, beside sizes, epsilon and the base of the rotation. */
 static const hf_rule rules[] = {{"model_type", "llama"},
                                 {"hidden_act", "silu|swish"},
                                 {"attention_bias", "false"},
@@ -153,7 +153,7 @@ static const hf_rule rules[] = {{"model_type", "llama"},
                                 {"quantization_config", ""},
                                 {NULL, NULL}};
 
-/* Read the sizes of a model. Shapes are compared by import; here, what they do not show. */
+/* Read the sizes of a model, and check what shapes do not show; import compares shapes. */
 static dtrain_result read_config(llama *m, const hf_config *from)
 {
     const double theta = hf_number(from, "rope_theta", 10000);
@@ -191,7 +191,7 @@ static dtrain_result find_model(llama *m, const char *directory, char weights[40
     return result == DTRAIN_OK ? read_config(m, config) : result;
 }
 
-/* Set the parameters to those of model.safetensors, or of several files with an index. */
+/* Read the parameters from model.safetensors, or from several files with an index. */
 static dtrain_result import_model(dtrain_state *state, const char *weights)
 {
     static const char *const tables[] = {".rotary_emb.inv_freq", NULL};
@@ -240,7 +240,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     return text_loss(t, forward(t, &b->m, b->text.inputs, b->text.count), &b->text);
 }
 
-/* Every rank runs this function. After an error its memory goes with its process. */
+/* Every rank runs this function. */
 static int train(dtrain_world *world, void *user)
 {
     const settings *s = user;
@@ -267,7 +267,7 @@ static int train(dtrain_world *world, void *user)
     b.m.seq = s->seq;
     CHECK(declare_model(&b.m));
     const dtrain_mesh_desc axes = {.tensor = s->tensor,
-                                   .pipeline = s->pipeline}; /* the rest: data */
+                                   .pipeline = s->pipeline}; /* the rest is the data axis */
     CHECK(dtrain_mesh_create(world, &axes, &mesh));
     CHECK(open_text(world, s->data, 0, b.m.vocab, &text));
     const dtrain_loader_desc window = {

@@ -1,8 +1,9 @@
 /* monitoring.c: a run that people and systems watch: Prometheus, TensorBoard, and a figure that the program adds.
  *
  *   build:   cc -O2 -I. examples/monitoring.c -o monitoring -lm -lpthread
- *   run:     ./monitoring [FILE] [DIRECTORY]    FILE is NAME.prom in the directory of node_exporter's textfile collector,
- *                                              DIRECTORY is where tensorboard --logdir looks
+ *   run:     ./monitoring [FILE] [DIRECTORY]
+ *            FILE is NAME.prom in the directory of node_exporter's textfile collector (run.prom);
+ *            DIRECTORY is for tensorboard --logdir (run.tensorboard)
  *   expect:
  *     300 steps, loss 0.057, perplexity 1.059
  *     tensorboard: 313 records
@@ -53,7 +54,7 @@ static dtrain_tensor *loss(dtrain_tape *tape, void *user)
     return dtrain_cross_entropy(tape, x, y, 0, 0);
 }
 
-/* Every rank runs this function; paths are those of Prometheus and of TensorBoard. */
+/* Every rank runs this function; user is the paths for Prometheus and TensorBoard. */
 static int train(dtrain_world *world, void *user)
 {
     char *const *paths = user;

@@ -14,8 +14,8 @@
  *
  * MPI's launcher starts the ranks. The program calls MPI_Init before dtrain_launch and MPI_Finalize after it, and names
  * the communicator: the default is "mpi" on several hosts, and shared memory on one. Sums are taken in rank order, so
- * that MPI gives the bits of one process that computes the gradients of all ranks: the program does that, too. A program
- * whose ranks have other work joins through an MPI_Comm instead: examples/hosts/solver. */
+ * that MPI gives the bits of one process that computes the gradients of all ranks: the program does that, too. A
+ * program whose ranks have other work joins through an MPI_Comm instead: examples/hosts/solver. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -1,5 +1,5 @@
 /* parallel_3d.c: the GPT of gpt.c on any number of ranks, in any layout of three axes: ranks of the tensor axis share
- * each layer, those of the pipeline axis have different layers, and the rest, the data axis, are replicas of all that.
+ * each layer, ranks of the pipeline axis have different layers, and along the data axis there are replicas.
  *
  *   build:   cc -O2 -I. examples/parallel_3d.c -o parallel_3d -lm -lpthread
  *   run:     ./parallel_3d                                          eight ranks, two along each axis
@@ -19,7 +19,7 @@
  *     step  100  loss 0.403
  *     rank 0 has 223616 of the 834304 parameters
  *
- * Layouts and schedules change the order in which sums are rounded, and nothing else about the losses. */
+ * Layouts and schedules change the losses only by the order in which sums are rounded. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "examples/gpt_model.h"

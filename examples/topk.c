@@ -48,7 +48,7 @@ static float backward(int rank, int step, const float *weight, float *grad)
     return loss;
 }
 
-/* Train with a compression, or with none; loss and bytes (STEPS) are those of each step. */
+/* Train with a compression, or with none; loss and bytes (STEPS) have an entry for each step. */
 static int train(dtrain_world *world, const dtrain_compression_desc *compression, float *loss,
                  uint64_t *bytes)
 {

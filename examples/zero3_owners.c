@@ -13,8 +13,8 @@
  *     zero3                 128        128       128  0.717862
  *     the losses and the parameters are equal, bit for bit
  *
- * Under DDP every rank computes Muon's iteration for all matrices, under ZERO3 for its own. Kinds that cut tensors, such
- * as FULL_SHARD, refuse Muon. */
+ * Under DDP every rank computes Muon's iteration for all matrices, under ZERO3 for its own. Kinds that cut tensors,
+ * such as FULL_SHARD, refuse Muon. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
