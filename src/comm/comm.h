@@ -116,7 +116,7 @@ typedef struct dtrain_comm_info {
     uint64_t operation_count; /* operations started */
     uint64_t payload_bytes;   /* bytes of send buffers */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
-    uint64_t node_bytes;      /* wire bytes to other nodes, with dtrain_launch_desc.node_ranks */
+    uint64_t node_bytes;      /* wire bytes to other nodes, with dtrain_world_options.node_ranks */
     uint64_t staged_bytes;    /* bytes of extra copies: of buffers not from dtrain_comm_alloc, and
                                  of device memory without NCCL */
     double inside_seconds;    /* time of this thread in communicator calls, without computation */

@@ -396,6 +396,10 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                     world, DTRAIN_ERROR_PEER,
                     "rank %d left while rank %d waits in dtrain_world_all_gather", rank,
                     world->rank);
+            if (world->look_for_circle &&
+                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
+                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
+                                          dtrain__bare(dtrain_last_error()));
             if (turn != DTRAIN_ERROR_TIMEOUT) continue;
             const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
             return dtrain__abort_with(
@@ -410,6 +414,7 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
     }
     dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 

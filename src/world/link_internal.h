@@ -31,6 +31,7 @@ typedef struct dtrain__placement {
     uint32_t restart_count;     /* restarts so far by the launcher around this process */
     uint64_t key[2];            /* the key of this run, see world/rendezvous.c */
     bool named;                 /* true if DTRAIN_JOB_KEY or the launcher names this run */
+    uint64_t job;               /* desc.job if not named: distinguishes jobs at one port */
     bool complete;              /* true if a launcher gave a rank and a size, even a size of one */
 } dtrain__placement;
 

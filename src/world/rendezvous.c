@@ -1,7 +1,7 @@
 /* The rendezvous: how the ranks of a launcher connect
  *
  *     rank r                                           rank 0, listening
- *     hello: magic, version, layout,             ->
+ *     hello: magic, version, layout, job,        ->
  *            rank, size, pid, host, proof
  *                                                <-    reply, at once: rank r is in, or a
  *                                                      sentence that says why not
@@ -18,6 +18,8 @@
  *   refuses them and continues to wait: a stranger must not end the run.
  * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending
  *   connections at a time, and a further one replaces the oldest.
+ * - Another job at the port, if neither job has a key: its ranks have another desc.job. Rank 0
+ *   refuses them while its own ranks connect.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
@@ -33,7 +35,7 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-#define DTRAIN__HELLO_MAGIC 0x384b5444u /* "DTK8": the eighth protocol */
+#define DTRAIN__HELLO_MAGIC 0x374b5444u /* "DTK7": the seventh protocol */
 #define DTRAIN__PENDING_MOST 64u
 #ifndef POLLRDHUP /* Linux has it; libc shows it where _GNU_SOURCE came first */
 #define POLLRDHUP 0x2000
@@ -41,17 +43,19 @@
 #define DTRAIN__ANSWER_NS 10000000000u  /* limit of a connect and its reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* how long to wait for another run at the port to end */
 #define DTRAIN__REFUSAL_NS 3000000000u  /* how long a failed rank 0 answers ranks that come late */
+#define DTRAIN__REPLY_OTHER_JOB 1
+#define DTRAIN__OTHER_JOB_NS 10000000000u /* how long to prefer ranks of this job: other_job */
 
 typedef struct dtrain__hello {
     uint32_t magic;
     int32_t rank, size, pid;
-    uint64_t layout;
+    uint64_t layout, job;
     char version[24], host[72];
     uint64_t proof;
 } dtrain__hello;
 
 typedef struct dtrain__reply {
-    int32_t result, unused; /* dtrain_result */
+    int32_t result, unused; /* dtrain_result, or REPLY_OTHER_JOB */
     char why[400];
     uint64_t proof;
 } dtrain__reply;
@@ -68,7 +72,9 @@ typedef struct dtrain__rendezvous {
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
     char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
+    uint64_t other_ns; /* rank 0: time of the first hello from another job; 0: none */
     bool stranger;     /* other ranks: rank 0 of another run has answered */
+    uint64_t until_ns; /* after `stranger`: time until which the other run can still end */
 
     /* Rank 0. */
     int listener;
@@ -106,6 +112,7 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     hello.size = r->world->size;
     hello.pid = (int32_t)getpid();
     hello.layout = dtrain__shared_sizes();
+    hello.job = r->place->job;
     snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
     if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
     hello.proof = dtrain__proof(r, 0, &hello, sizeof hello);
@@ -210,8 +217,7 @@ static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     return dtrain__send_whole(socket, &reply, sizeof reply);
 }
 
-/* Close the connection of a stranger, and note the stranger for the sentence about missing
- * ranks. */
+/* Close the connection of a stranger, and note it for the sentence about missing ranks. */
 static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
     struct sockaddr_storage address;
@@ -223,6 +229,28 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
                           NI_NUMERICHOST | NI_NUMERICSERV);
     snprintf(r->problem, sizeof r->problem, "%s port %s %s", host, port, why);
     dtrain__socket_close(&pending->socket);
+}
+
+/* Refuse a rank of another job when no key tells the jobs apart. If no rank of this job connects in
+ * its place within OTHER_JOB_NS, let it in: it is a rank of this job with other settings, and the
+ * programs compare their settings and can say which one differs. */
+static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
+{
+    const dtrain__hello *hello = &pending->hello;
+    const uint64_t now = dtrain__now_ns();
+    if (hello->job == r->place->job || dtrain__meet_failed(r)) return false;
+    const bool inside = hello->rank > 0 && hello->rank < r->world->size;
+    const bool came = inside && r->world->link->ends[hello->rank].socket >= 0;
+    if (!r->other_ns)
+        dtrain_log(r->world, DTRAIN_LOG_WARNING,
+                   "a rank %d with other settings or data than rank 0 has called (%s, pid %d): is "
+                   "it of another job at this port? DTRAIN_JOB_KEY tells jobs apart",
+                   hello->rank, hello->host, hello->pid);
+    if (!r->other_ns) r->other_ns = now;
+    if (inside && !came && now - r->other_ns >= DTRAIN__OTHER_JOB_NS) return false;
+    (void)dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_OTHER_JOB, "");
+    dtrain__turn_away(r, pending, "has other settings or data than rank 0");
+    return true;
 }
 
 /* Read more of a pending connection. When its hello is complete and belongs to this run, reply and
@@ -246,6 +274,7 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
         return;
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
+    if (dtrain__other_job(r, pending)) return;
     /* A rank that knows the key and contradicts this rank ends the run. */
     const dtrain__hello own = dtrain__hello_make(r);
     const int rank = hello->rank;
@@ -360,8 +389,9 @@ static void dtrain__host_world(dtrain__rendezvous *r)
     if (!r->place->named)
         dtrain_log(r->world, DTRAIN_LOG_INFO,
                    "this run has neither DTRAIN_JOB_KEY nor a name of its launcher's: at %s port "
-                   "%u nothing tells it from another job",
-                   r->place->address, r->place->port);
+                   "%u %s tells it from another job",
+                   r->place->address, r->place->port,
+                   r->place->job ? "only what it was told to train" : "nothing");
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
     while (r->came < others && !dtrain__meet_failed(r)) dtrain__meet_round(r);
     const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
@@ -421,11 +451,16 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     if (got < sizeof reply)
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
                                   end->name, r->place->port);
-    if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
-        dtrain__try_failed(r,
-                           "what listens at %s port %u has another DTRAIN_JOB_KEY than this rank "
-                           "or belongs to another run",
-                           end->name, r->place->port);
+    const bool known = reply.proof == dtrain__proof(r, hello.proof, &reply, sizeof reply);
+    if (!known || reply.result == DTRAIN__REPLY_OTHER_JOB) {
+        dtrain__try_failed(r, "what listens at %s port %u %s", end->name, r->place->port,
+                           known ? "is rank 0 of a job with other settings or data than this rank "
+                                   "has; DTRAIN_JOB_KEY tells jobs apart"
+                                 : "has another DTRAIN_JOB_KEY than this rank or belongs to "
+                                   "another run");
+        if (!known) r->until_ns = r->start_ns + DTRAIN__PATIENCE_NS;
+        else if (!r->stranger)
+            r->until_ns = dtrain__now_ns() + DTRAIN__OTHER_JOB_NS + DTRAIN__PATIENCE_NS;
         r->stranger = true;
         return false;
     }
@@ -459,8 +494,7 @@ static void dtrain__join_world(dtrain__rendezvous *r)
         if (found) freeaddrinfo(found);
         if (settled) return;
         const uint64_t now = dtrain__now_ns();
-        const bool late =
-            now >= r->deadline_ns || (r->stranger && now >= r->start_ns + DTRAIN__PATIENCE_NS);
+        const bool late = now >= r->deadline_ns || (r->stranger && now >= r->until_ns);
         const dtrain_result why = r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT;
         snprintf(text, sizeof text, "rank 0 was not found at %s port %u for %.1f s: %s",
                  r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns), r->problem);
@@ -471,8 +505,7 @@ static void dtrain__join_world(dtrain__rendezvous *r)
 
 /* Connect all ranks of a world that another launcher has started: make this rank's control page,
  * link and connections. Then gather until all ranks have come. Rank 0 has the best sentence, so the
- * other ranks wait two seconds longer. An abort's code and sentence are the result of every
- * rank. */
+ * other ranks wait 2 s longer. An abort's code and sentence are the result of every rank. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     const uint64_t timeout_ns = world->timeout_ns;

@@ -31,6 +31,30 @@ typedef struct dtrain_trace_desc {
     uint32_t event_count; /* events kept in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
 
+/* Settings of a world that few programs change, for dtrain_launch and dtrain_world_join. Zero means
+ * default. */
+typedef struct dtrain_world_options {
+    dtrain_log_fn log; /* NULL = stderr; a guest then logs nothing */
+    void *log_user;
+    dtrain_allocator allocator; /* zeros = malloc and free */
+    size_t reserve_bytes;  /* shared address space per rank, committed only when touched; 0 = the
+                              machine's memory */
+    uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
+                              go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
+                              batches keep to. 0 = none. Not in it: the process itself and scratch
+                              of kernels */
+    const char *flight_directory; /* of dumps, see Dumps in launch/launch.h; NULL =
+                                     DTRAIN_FLIGHT_DIRECTORY of the environment, and without that,
+                                     or in a guest, there are none */
+    dtrain_trace_desc trace;      /* all zero = none */
+    uint32_t log_level;           /* dtrain_log_level */
+    uint32_t math;                /* dtrain_math, for the device */
+    uint32_t node_ranks; /* consecutive ranks that count as a host: a program on one machine does
+                            what it would do on several. Divides the number of ranks; 0 = a host is
+                            a host */
+    bool tune;           /* see dtrain_device_desc */
+} dtrain_world_options;
+
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
 /* Return the number of ranks. */
@@ -40,7 +64,7 @@ DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 /* Return the communicator of all ranks, which the world owns. */
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
 /* A rank's place in the world, and the settings of its launch with defaults filled in. With
- * dtrain_launch_desc.node_ranks, a node counts as a host. */
+ * dtrain_world_options.node_ranks, a node counts as a host. */
 typedef struct dtrain_world_info {
     int rank, size;
     int local_rank, local_size; /* rank among the ranks of this host, which chooses its GPU; their

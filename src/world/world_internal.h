@@ -80,6 +80,16 @@ typedef struct dtrain__pulse {
     uint64_t cache_line;    /* unused: a pulse fills a cache line */
 } dtrain__pulse;
 
+/* A wait that has lasted long, for comm/circle.c. The fields between `number` and `text` are atomic
+ * by themselves, and belong to this wait or to a later one. */
+typedef struct dtrain__long_wait {
+    uint64_t number;   /* atomic, stored last: number of the wait, from 1, below 2^31; 0: none */
+    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
+    uint64_t sequence; /* of the collective; messages: 0 */
+    uint32_t kind;     /* dtrain_collective_kind */
+    char text[176];    /* the call, for error sentences */
+} dtrain__long_wait;
+
 /* The control page, at the start of the shared region. If ranks share no memory, each has a private
  * copy, which the link updates. */
 typedef struct dtrain__control {
@@ -96,6 +106,8 @@ typedef struct dtrain__control {
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: the rank that each rank waits for, see control.c */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
+    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
+    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
     uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use this rank's mapping, see
                                            page.c */
 } dtrain__control;
@@ -120,6 +132,12 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part;   /* see comm/local.c */
 typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
+struct dtrain__engine;
+struct dtrain__work;
+struct dtrain__wait;
+typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
+                                         const struct dtrain__work *work,
+                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
@@ -164,7 +182,10 @@ struct dtrain_world {
     uint64_t clock_error_ns;      /* bound of that offset's error */
     int caused_by;                /* 1 + the rank whose failure ended this rank's call; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    int64_t comm_count;           /* every existing communicator has a smaller number */
+    uint64_t long_wait_ns;        /* a longer wait gets a number, see comm/circle.c */
+    uint64_t long_wait_count;     /* numbers given so far */
+    dtrain__look_fn look_for_circle; /* NULL until there is an engine */
+    int64_t comm_count;              /* every existing communicator has a smaller number */
     dtrain__timeline timeline;
     dtrain__part *retired; /* parts of destroyed communicators that other ranks can still read */
 };
@@ -180,6 +201,9 @@ typedef struct dtrain__wait {
     bool polled;            /* true if the last turn polled: time for the caller's rare checks */
     uint64_t last_ns, waited_ns; /* last reading of the clock; time waited */
     uint64_t moves, moved_ns;    /* last world->moves; waited_ns when it changed */
+    uint64_t number,
+        looked_ns;            /* number of a long wait, see comm/circle.c; time of its last look */
+    uint64_t facts, facts_ns; /* sum of the facts read last; time of its last change */
 } dtrain__wait;
 
 /* Return a rank's record of the last dtrain__world_gather: DTRAIN_WORLD_ALL_GATHER_BYTES. */

@@ -81,6 +81,12 @@ static uint64_t hash_flags(void)
     return hash;
 }
 
+/* Hash of the data, where a program has looked at it before the launch. */
+static uint64_t run_data;
+
+/* Return what tells this job from another one at its port. */
+static uint64_t hash_job(void) { return hash_flags() * 0x9e3779b97f4a7c15u + run_data; }
+
 /* Fail on all ranks if their flags differ. Collective. */
 static dtrain_result same_flags(dtrain_world *world)
 {

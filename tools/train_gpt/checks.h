@@ -176,6 +176,7 @@ static int check_data(settings *s)
     dtrain_result result;
     TRY(dtrain_dataset_open(NULL, &desc, &dataset));
     s->vocab = (long)dataset_info(dataset).vocab_count;
+    run_data = dataset_info(dataset).file_sample + dataset_info(dataset).file_bytes;
     for (int side = 0; side < 2; side++) {
         dtrain_loader_desc window = loader_desc(s, dataset, s->run->batch, side == 1);
         TRY(dtrain_loader_create(NULL, &window, &loader));
