@@ -1,14 +1,13 @@
 /* What the units of a model cost
  *
- * A tape of the plan device that has `costs` adds up what each unit's operations would take. A
- * kernel takes as long as its products or as long as its bytes, whichever is longer; both are
- * counted in floating-point operations: a byte as the number that the device does while it moves
- * one. */
+ * A tape of the plan device with `costs` adds up the time of each unit's operations. A kernel takes
+ * the time of its products or of its bytes, whichever is longer. Both are counted in floating-point
+ * operations: a byte counts as the operations that the device does in the time of moving it. */
 
 #include "core/platform_internal.h"
 #include "tape/tape_internal.h"
 
-/* Return the place of a unit; what runs before the first mark belongs to the first one. */
+/* Return the index of a unit; operations before the first mark belong to the first unit. */
 static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
 {
     size_t u = 0;
@@ -19,13 +18,13 @@ static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, double flops)
 {
     const dtrain_op *op = &node->op;
-    const bool backward = op->tape->pass.state == DTRAIN__TAPE_DONE; /* what it runs again, too */
+    const bool backward = op->tape->pass.state == DTRAIN__TAPE_DONE; /* or recomputation */
     const dtrain__unit_costs *costs = op->tape->costs;
     bool wanted = !backward || op->half != DTRAIN_OP_HALF_INPUTS; /* or the gradient of an input */
     double bytes = 0;
     if (!costs) return;
-    /* the bytes that one pass over the tensors moves, and over parameters where they are multiplied
-     * by: an embedding reads a few rows of its table */
+    /* bytes of one pass over the tensors, and over parameters in a product (an embedding reads only
+     * a few rows of its table) */
     for (uint32_t i = 0; i < op->input_count; i++) {
         wanted = wanted || op->inputs[i]->needs_grad;
         bytes += (double)dtrain__tensor_bytes(op->inputs[i]);
