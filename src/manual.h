@@ -89,7 +89,7 @@
    rank         one of the processes (or threads) that train together, numbered from 0. The world
                 is all ranks of a run; the world size is their number.
    node         the ranks of one host, which reach each other faster than other hosts do; or a group
-                of ranks that counts as one node (dtrain_launch_desc.node_ranks).
+                of ranks that counts as one node (dtrain_world_options.node_ranks).
    bucket       gradients laid end to end in memory, which one collective reduces.
    ready        said of a gradient that this backward pass has finished.
    shard        the part of the parameters, gradients or optimizer state that one rank keeps.
@@ -178,8 +178,8 @@
    At run time: the desc structs. In set-up descs zero means the default written beside the field;
    hyper-parameter descs (optimizer, loss scaler) come from a *_defaults() function.
    tools/emulated_links.h emulates slow links on one machine. A run that fails or hangs writes the
-   last calls of each rank to dtrain_launch_desc.flight_directory, or to DTRAIN_FLIGHT_DIRECTORY of
-   the environment; build/flight (tools/flight) reads them.
+   last calls of each rank to dtrain_world_options.flight_directory, or to the environment's
+   DTRAIN_FLIGHT_DIRECTORY; build/flight (tools/flight) reads them.
 
    ------------------------------------------------------------------------------------------------
    Promises (each has a test)
