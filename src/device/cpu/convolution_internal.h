@@ -1,4 +1,4 @@
-/* What the launchers of convolutions share */
+/* Structures of the launchers of convolutions */
 
 #pragma once
 
@@ -8,19 +8,19 @@
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/kernels_internal.h"
 
-/* One group. */
+/* A convolution of one group. */
 typedef struct dtrain__conv {
     dtrain__cpu *cpu;
     dtrain_windows2d windows;
     int64_t in, out, in_all, out_all; /* channels of the group, of all */
     int64_t taps, pixels;             /* of the output */
     int64_t group;
-    const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y forward */
+    const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y in forward */
     const float *bias;
     dtrain_dtype dtype;
-    bool patches;   /* the way of launch_winograd.c */
+    bool patches;   /* launch_winograd.c computes it */
     float *packed;  /* scratch */
-    int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
+    int32_t *order; /* (2, taps) of scratch: natural order, order of a class */
 } dtrain__conv;
 
 /* device/cpu/launch_winograd.c */

@@ -1,20 +1,20 @@
 /* Launchers of convolution and pooling
  *
- * A convolution is three products with windows (gemm_internal.h) in place of a matrix. With pixels
- * of the output as rows, taps and channels of a group as k:
+ * A convolution is three products with windows (gemm_internal.h) as one matrix. With pixels of the
+ * output as rows, taps and channels of a group as k:
  *
  *     forward            y (pixels, out) = windows of x (pixels, taps in) weight (taps in, out)
  *     weight gradient    (taps in, out) = windows of x ^T (taps in, pixels) d_y (pixels, out)
  *     input gradient     d_x (pixels, in) = windows of d_y (pixels, taps out) weight (taps out, in)
  *
- * A tap of the last is d_y at (pixel + padding - tap dilation) / stride, if that is whole. Pixels
- * of x that leave the same remainder modulo the stride have the same taps: each such class is a
- * product of its own, with the taps that it has and with rows of C that are every stride-th pixel.
- * So no product is taken with a tap that is not there.
+ * A tap of the input gradient is d_y at (pixel + padding - tap dilation) / stride, if that is an
+ * integer. Pixels of x with the same remainder modulo the stride have the same taps: each such
+ * class is a separate product, with the taps of the class; its rows of C are every stride-th pixel.
+ * So no product multiplies a missing tap.
  *
- * Each group is a product of its own. Weights are packed once a call, (taps, in, out) or (taps,
- * out, in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where
- * there are channels enough: launch_winograd.c. */
+ * Each group is a separate product. Weights are packed once a call, (taps, in, out) or (taps, out,
+ * in) in fp32, at the beginning of scratch. launch_winograd.c computes 3 x 3 taps with stride 1 and
+ * enough channels. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -86,7 +86,7 @@ static dtrain__conv dtrain__conv_make(dtrain_device *device, const dtrain_window
     return conv;
 }
 
-/* Go on to the next group. */
+/* Move to the next group. */
 static void dtrain__conv_next(dtrain__conv *conv)
 {
     const size_t bytes = dtrain__conv_bytes(conv->dtype);
@@ -97,8 +97,8 @@ static void dtrain__conv_next(dtrain__conv *conv)
     if (conv->bias) conv->bias += conv->out;
 }
 
-/* Return how many parts the pixels of a weight gradient are cut into: each has at least 1024, and
- * their gradients together at most 4 MiB or a single one. */
+/* Return the number of parts of the pixels of a weight gradient: each has at least 1024 pixels, and
+ * several gradients take at most 4 MiB. */
 static int64_t dtrain__conv_parts(const dtrain__conv *conv)
 {
     const int64_t room = (1 << 20) / (conv->taps * conv->in * conv->out);
@@ -110,8 +110,8 @@ static int64_t dtrain__conv_parts(const dtrain__conv *conv)
     return (conv->pixels + part - 1) / part;
 }
 
-/* Take scratch for the order of taps, `floats` of packed weights and what a product needs, or for
- * patches, all at once: growing it later would lose what is there. */
+/* Take scratch for the order of taps, `floats` of packed weights and a product, or for patches, all
+ * at once: growing it later would lose its contents. */
 static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, int64_t *reserve)
 {
     const int64_t order = dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
@@ -152,7 +152,7 @@ static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__c
                            weight->taps * weight->outer * weight->inner);
 }
 
-/* Choose between tiles: the narrow one where the wide one would waste more than an eighth. */
+/* Choose the narrow tile if the wide one would waste more than an eighth. */
 static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain__isa *narrow,
                                            int64_t n)
 {
@@ -161,7 +161,7 @@ static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain
     return 8 * in_wide > 9 * in_narrow ? narrow : wide;
 }
 
-/* Return whether the taps of a row are neighbours in memory, where they are inside. */
+/* Return whether the taps of a row are neighbours in memory, if they are inside. */
 static bool dtrain__windows_joined(const dtrain__windows *w)
 {
     bool joined = w->depth == w->channels;
@@ -193,7 +193,7 @@ static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
     return w;
 }
 
-/* Return whether windows are the pixels themselves: then they are a matrix. */
+/* Return whether windows are single pixels, which are a matrix in memory. */
 static bool dtrain__windows_plain(const dtrain__windows *w)
 {
     return w->tap_rows == 1 && w->tap_columns == 1 && w->y[0] == 0 && w->x[0] == 0 &&
@@ -273,9 +273,9 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
                            weight.parts * args.m * args.n);
 }
 
-/* List the taps of an axis that pixels with remainder `rest` modulo the stride have, and for each
- * where its pixel of d_y is; return how many. The window of the class's pixel i is at i. The last
- * tap comes first: its pixel does. */
+/* List the taps of an axis for pixels with remainder `rest` modulo the stride, and the offset of
+ * each tap's pixel of d_y; return their number. The window of the class's pixel i is at i. The last
+ * tap comes first, as its pixel does. */
 static int64_t dtrain__class_taps(const dtrain_windows2d *w, int axis, int64_t rest, int32_t *taps,
                                   int32_t *offset)
 {

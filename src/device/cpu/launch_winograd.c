@@ -1,8 +1,8 @@
 /* Launchers of convolutions of 3 x 3 taps by patches
  *
- * A patch is 6 x 6 pixels of what is read and 4 x 4 of what is made of them: windows whose stride
- * is four (kernels/winograd.h). Threads take blocks of patches, whose size follows from the
- * channels alone: transformed, a block stays in L2. */
+ * A patch is 6 x 6 pixels of input and 4 x 4 pixels of output: windows with a stride of four
+ * (kernels/winograd.h). Threads take blocks of patches, whose size depends only on the channels: a
+ * transformed block stays in L2. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -15,9 +15,9 @@
 #include "device/cpu/kernels_internal.h"
 
 enum {
-    DTRAIN__PATCH_FLOATS = 96 << 10, /* of transformed patches of a block, about */
-    DTRAIN__PATCH_BLOCK = 96,        /* at most */
-    DTRAIN__FILTER_FLOATS = 5 << 18  /* of transformed weights, at most; so of their parts */
+    DTRAIN__PATCH_FLOATS = 96 << 10, /* floats of a transformed block, about */
+    DTRAIN__PATCH_BLOCK = 96,        /* most patches of a block */
+    DTRAIN__FILTER_FLOATS = 5 << 18  /* most floats of transformed weights, or of their parts */
 };
 
 /* Return the lanes of a vector. */
@@ -42,7 +42,7 @@ static int64_t dtrain__winograd_block(const dtrain__conv *conv)
     return room < rows ? rows : dtrain__min(room, DTRAIN__PATCH_BLOCK);
 }
 
-/* Return the floats that a thread needs. */
+/* Return the floats of scratch of a thread. */
 static int64_t dtrain__winograd_slot(const dtrain__conv *conv)
 {
     const int lanes = dtrain__winograd_lanes(conv);
@@ -56,7 +56,7 @@ static int64_t dtrain__winograd_patches(int64_t batch, int64_t height, int64_t w
     return batch * ((height + 3) / 4) * ((width + 3) / 4);
 }
 
-/* Return how many blocks of patches a part of a weight gradient has, and the parts at *parts. */
+/* Return the blocks of patches in a part of a weight gradient, and the number of parts. */
 static int64_t dtrain__winograd_chunk(const dtrain__conv *conv, int64_t *parts)
 {
     const dtrain_windows2d *w = &conv->windows;
@@ -69,9 +69,8 @@ static int64_t dtrain__winograd_chunk(const dtrain__conv *conv, int64_t *parts)
     return chunk;
 }
 
-/* Return whether patches pay: where the instance has them, they have two thirds of the
- * multiplications, counting those for channels and pixels that are not there, and weights are few
- * enough to stay in a cache. */
+/* Return whether patches pay: the instance has them, they need at most two thirds of the
+ * multiplications, including padded channels and pixels, and the weights fit in a cache. */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv)
 {
     const dtrain_windows2d *w = &conv->windows;
@@ -84,7 +83,7 @@ DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv)
     return 3 * patches * filters <= 2 * 9 * w->out_height * w->out_width * conv->in * conv->out;
 }
 
-/* Return the floats of scratch for all that is done by patches. */
+/* Return the floats of scratch of a convolution by patches. */
 DTRAIN__PRIVATE int64_t dtrain__winograd_floats(const dtrain__conv *conv)
 {
     int64_t parts;
@@ -93,8 +92,8 @@ DTRAIN__PRIVATE int64_t dtrain__winograd_floats(const dtrain__conv *conv)
            dtrain__winograd_slot(conv) * conv->cpu->thread_count;
 }
 
-/* Describe patches of `side` x `side` pixels, the first of which begins at pixel (first[0],
- * first[1]), as many as cover rows x columns pixels of the result. */
+/* Describe patches of `side` x `side` pixels, from pixel (first[0], first[1]) on, that cover rows x
+ * columns pixels of the result. */
 static void dtrain__patches_describe(dtrain__windows *w, int side, const int64_t first[2],
                                      int64_t rows, int64_t columns)
 {
@@ -108,8 +107,8 @@ static void dtrain__patches_describe(dtrain__windows *w, int side, const int64_t
     }
 }
 
-/* Describe what forward and weight gradient have in common; input: the input gradient, which reads
- * images like y and makes images like x. */
+/* Describe forward or weight gradient or, with `input`, the input gradient, which reads images like
+ * y and makes images like x. */
 static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool input)
 {
     static const int64_t none[2] = {0, 0};

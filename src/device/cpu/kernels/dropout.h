@@ -1,7 +1,7 @@
 /* Dropout: ranges are multiples of 16, so that no block of Philox is split
  *
  * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
- * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+ * there. High halves are undefined between rounds: the multiplier ignores them. */
 
 typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
 
@@ -31,7 +31,7 @@ DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t
 #endif
 }
 
-/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+/* Set words[4 j + w] to word w of block counter + j, for j < H. A 64-bit lane holds two
  * neighbouring words, the low half first. */
 DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
                                        uint32_t *words)
@@ -59,7 +59,7 @@ DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t 
 DTRAIN__KERNEL(dropout)
 {
     const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
-    /* uniform >= probability, asked of the 24-bit integers. */
+    /* uniform >= probability, as a comparison of 24-bit integers */
     const double least = ceil((double)a->probability * 16777216.0);
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;

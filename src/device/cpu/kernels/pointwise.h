@@ -1,7 +1,7 @@
 /* Functions of two elements: gated products, losses
  *
- * Two reads and a write of an element forward, at most five of them backward: bandwidth is the
- * limit, but for the logarithm of the logistic loss, which is taken element by element.
+ * Forward moves three elements, backward at most five: bandwidth is the limit, except for the
+ * logarithm of the logistic loss, which is scalar.
  *
  *     f                        df/dx                    df/d other
  *     x other                  other                    x
