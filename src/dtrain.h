@@ -220,7 +220,6 @@ DTRAIN__COLD
 #include "tape/elementwise.c"
 #include "tape/recompute.c"
 #include "tape/stage.c"
-#include "tape/costs.c"
 #include "tape/arena.c"
 #include "train/files.c"
 #include "train/dataset.c"
@@ -261,7 +260,6 @@ DTRAIN__COLD
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_layers.c"
 #include "device/cpu/launch_convolution.c"
-#include "device/cpu/launch_winograd.c"
 #endif
 DTRAIN__HOT
 #include "device/cpu/launch_sparse.c"

@@ -312,10 +312,7 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__rotary_forward(dtrain_op *op)
-{
-    return op->device->ops->rotary(op->device, (const dtrain_rotary_args *)op->args);
-}
+DTRAIN__OP_FORWARD(rotary)
 
 static dtrain_result dtrain__rotary_backward(dtrain_op *op)
 {
@@ -356,10 +353,7 @@ static dtrain_result dtrain__softmax_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__softmax_forward(dtrain_op *op)
-{
-    return op->device->ops->softmax(op->device, (const dtrain_softmax_args *)op->args);
-}
+DTRAIN__OP_FORWARD(softmax)
 
 static dtrain_result dtrain__softmax_backward(dtrain_op *op)
 {

@@ -167,10 +167,7 @@ static dtrain_result dtrain__pool2d_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__pool2d_forward(dtrain_op *op)
-{
-    return op->device->ops->pool2d(op->device, &((const dtrain__pool2d *)op->args)->forward);
-}
+DTRAIN__OP_FORWARD(pool2d)
 
 static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
 {

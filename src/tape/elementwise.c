@@ -41,10 +41,7 @@ static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
-{
-    return op->device->ops->pointwise(op->device, (const dtrain_pointwise_args *)op->args);
-}
+DTRAIN__OP_FORWARD(pointwise)
 
 /* Compute both gradients in one pass over memory, or in two if both inputs are one tensor: the
  * second gradient is then added to the first. */
@@ -348,4 +345,5 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 }
 
 #undef DTRAIN__OP
+#undef DTRAIN__OP_FORWARD
 #undef DTRAIN__OP_NAMED

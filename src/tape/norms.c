@@ -68,10 +68,7 @@ static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
-{
-    return op->device->ops->layernorm(op->device, &((dtrain__layernorm *)op->args)->forward);
-}
+DTRAIN__OP_FORWARD(layernorm)
 
 static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {

@@ -193,7 +193,7 @@ typedef struct dtrain__pass_slot {
 
 /* ---- Costs ------------------------------------------------------------------------------------*/
 
-/* Costs of units, which a plan adds up: see costs.c. */
+/* Costs of units, which a plan adds up: see op.c. */
 typedef struct dtrain__unit_costs {
     const int32_t *units; /* (2 * count) a unit and its stage, as in dtrain__stage_map */
     size_t count;
@@ -287,9 +287,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
                                              uint32_t dtype, int64_t count, double scale,
                                              const float *factor);
 
-/* tape/costs.c: add the cost of a forward or backward call with `flops` in products; count the
- * memory that a node keeps */
-DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, double flops);
+/* Count memory that a node keeps. */
 DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
 
 /* tape/place.c: moves of device memory over the tensor axis, rows of n elements. Each move is
@@ -334,6 +332,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 #define DTRAIN__OP_COUNTS (1u << 31)
 /* In `reads`: the first half of a backward in halves also makes the gradient of parameter i. */
 #define DTRAIN__OP_FIRST_HALF(i) (1u << (8 + (i)))
+
+/* The forward of an operation that only runs a kernel, whose arguments begin its args. */
+#define DTRAIN__OP_FORWARD(kernel)                                                            \
+    static dtrain_result dtrain__##kernel##_forward(dtrain_op *op)                            \
+    {                                                                                         \
+        return op->device->ops->kernel(op->device, (const dtrain_##kernel##_args *)op->args); \
+    }
 
 /* The descriptor dtrain__<op>_op of a built-in operation with dtrain__<functions>_prepare, _forward
  * and _backward. The macro names the fields: C++17 has no designators. Defined until elementwise.c,

@@ -114,8 +114,8 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device,
  *        for up to 65536 tokens. A pass counts digits in tiles of rows, turns the counts into
  *        positions (one block), and moves the keys; one warp works through a tile in order, which
  *        keeps the sort stable.
- *     2. The keys of a token are now neighbours. A warp at the first key adds the rows to d_wte, with
- *        the additions of a loop over rows.
+ *     2. The keys of a token are now neighbours. A warp at the first key adds the rows to d_wte, in
+ *        the order of a loop over rows.
  *
  * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of
  * the touched rows of d_wte, and 40 bytes for each row and pass. */
