@@ -215,14 +215,11 @@ DTRAIN__COLD
 #include "tape/attention.c"
 #include "tape/shapes.c"
 #include "tape/place.c"
-#include "tape/batchnorm.c"
 #include "tape/convolution.c"
-#include "tape/pointwise.c"
 #include "tape/cross_entropy.c"
 #include "tape/elementwise.c"
 #include "tape/recompute.c"
 #include "tape/stage.c"
-#include "tape/costs.c"
 #include "tape/arena.c"
 #include "train/files.c"
 #include "train/dataset.c"
@@ -263,7 +260,6 @@ DTRAIN__COLD
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_layers.c"
 #include "device/cpu/launch_convolution.c"
-#include "device/cpu/launch_winograd.c"
 #endif
 DTRAIN__HOT
 #include "device/cpu/launch_sparse.c"
