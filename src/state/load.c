@@ -1,11 +1,11 @@
 /* Loading
  *
- *     rank 0           which checkpoint: the one of the path, or the newest below it
- *     every rank       manifest and headers | do they fit the state? | read the pieces that this
- *                      rank needs | publish
+ *     rank 0           choose a checkpoint: the path itself, or the newest in that directory
+ *     every rank       read manifest and headers | compare them with the state | read the pieces
+ *                      that this rank needs | publish
  *
- * Every step ends with an agreement of all ranks: together they continue, try an older checkpoint
- * or give up. state/read.c reads the pieces. */
+ * After each step all ranks agree: they continue, try an older checkpoint, or fail together.
+ * state/read.c reads the pieces. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -29,20 +29,21 @@ typedef struct dtrain__load {
     dtrain_state *state;
     dtrain_load_desc desc; /* resolved */
     dtrain__folder folder; /* the path that was given */
-    dtrain__steps steps;   /* rank 0: of the checkpoints in it */
-    uint64_t job;          /* rank 0's */
+    dtrain__steps steps;   /* rank 0: steps of the checkpoints in the path */
+    uint64_t job;          /* job number of rank 0 */
 
     /* The checkpoint that is being tried. */
     dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
-    int32_t *wanted; /* (manifest.piece_count + 1) 1: some rank lists it; the last: cuts differ */
-    float *sum;      /* (BLOCK) for means, made when there are any */
-    bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
-    dtrain_load_info info; /* of a success */
+    int32_t *wanted; /* (manifest.piece_count + 1), 1 at the first piece of a tensor that any rank
+                        lists; the last: 1 if cuts differ */
+    float *sum;      /* (BLOCK) buffer for means; NULL: not needed yet */
+    bool same_cuts;  /* residuals and velocities are cut as they were when they were saved */
+    dtrain_load_info info; /* result of a success */
 } dtrain__load;
 
-/* Add a sentence to dtrain_load_info.note; a note that becomes too long is cut off. */
+/* Add a sentence to dtrain_load_info.note; a note that gets too long is cut off. */
 static void dtrain__load_note(dtrain__load *load, const char *title, const char *text)
 {
     char *const note = load->info.note;
@@ -50,7 +51,8 @@ static void dtrain__load_note(dtrain__load *load, const char *title, const char 
     snprintf(note + used, sizeof load->info.note - used, "%s%s%s", used ? "; " : "", title, text);
 }
 
-/* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
+/* Find the first piece of a tensor in the checkpoint; NULL if the tensor is missing or has another
+ * shape or dtype. */
 static const dtrain__held *dtrain__saved_for(const dtrain__load *load,
                                              const dtrain_state_tensor *tensor)
 {
@@ -60,8 +62,8 @@ static const dtrain__held *dtrain__saved_for(const dtrain__load *load,
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read the elements of a saved tensor that the target wants. If each rank has its private tensor,
- * `rank` chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
+/* Read the elements of a saved tensor that the target wants. If each rank saved a private tensor,
+ * `rank` chooses one, and -1 adds the mean over the ranks to the target. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__held *saved,
                                          int64_t rank, const dtrain_state_tensor *target)
 {
@@ -79,7 +81,8 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__held 
     return DTRAIN_OK;
 }
 
-/* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros. */
+/* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros if either
+ * side is hierarchical. */
 static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain_state *state = load->state;
@@ -104,8 +107,8 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     return DTRAIN_OK;
 }
 
-/* Refuse numbers that no run can have saved: counts that a next step would overflow, and a loss
- * scale that is not finite or not positive. Every value is a seed. */
+/* Refuse scalars that no run can have saved: counts that the next step would overflow, and a loss
+ * scale that is not finite or not positive. A seed can have any value. */
 static dtrain_result dtrain__scalars_check(dtrain__load *load)
 {
     for (size_t i = 0; i < load->state->tensor_count && !load->desc.values_only; i++) {
@@ -128,15 +131,15 @@ static dtrain_result dtrain__scalars_check(dtrain__load *load)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Tell whether the residuals and velocities that this rank lists are exactly the pieces that the
- * rank of its number saved. wanted: what this rank lists. */
+/* Tell whether this rank lists exactly the pieces of residuals and velocities that the rank of the
+ * same number saved. On entry `wanted` marks only the tensors that this rank lists. */
 static bool dtrain__cuts_same(const dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
     const int rank = dtrain_comm_rank(state->comm);
     bool same = m->ranks == dtrain_comm_size(state->comm);
-    int64_t more = 0; /* pieces saved than listed */
+    int64_t more = 0; /* pieces saved minus pieces listed */
     for (size_t i = 0; i < state->tensor_count && same; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST || !tensor->piece.count) continue;
@@ -157,7 +160,8 @@ static bool dtrain__cuts_same(const dtrain__load *load)
     return same && more == 0;
 }
 
-/* List the settings that have another text in the manifest, of the keys that both sides have. */
+/* List the settings that have another text in the manifest. Keys that only one side has are
+ * skipped. */
 static void dtrain__settings_compare(const dtrain__manifest *m, const char *object,
                                      const char *const *pairs, dtrain__name_list *list)
 {
@@ -176,9 +180,9 @@ static void dtrain__settings_compare(const dtrain__manifest *m, const char *obje
     }
 }
 
-/* List how the checkpoint differs from what this run loads of it: an error names all that cannot be
- * loaded, the note has the rest. Residuals, and what an optimizer keeps that this one does not, are
- * said once for all parameters. */
+/* Compare the checkpoint with the state. The error names everything that cannot be loaded, and the
+ * note has the other differences. Residuals, and state that only the other optimizer keeps, are
+ * named once for all parameters. */
 DTRAIN__OWN_FRAME
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
@@ -250,8 +254,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 
 /* ---- All of it --------------------------------------------------------------------------------*/
 
-/* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:
- * nor will an older checkpoint. */
+/* Load the checkpoint in load->directory. *differs is set if the checkpoint is readable and does not
+ * fit the state: then no older checkpoint will fit. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     dtrain_state *state = load->state;
@@ -263,7 +267,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     *differs = false;
     memset(&load->info, 0, sizeof load->info);
     load->reader.bytes = 0;
-    load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
+    load->reader.opened[0] = 0; /* the last checkpoint had files of the same names */
     dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
     if (result == DTRAIN_OK) result = dtrain__pieces_read(m, !all);
     if (result == DTRAIN_OK) result = dtrain__scalars_check(load);
@@ -306,7 +310,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     return dtrain_state_changed(state);
 }
 
-/* Free what belongs to one checkpoint. */
+/* Free the memory of one checkpoint. */
 static void dtrain__load_free(dtrain__load *load)
 {
     dtrain__free(&load->state->allocator, load->wanted, load->manifest.piece_count + 1,
@@ -317,9 +321,9 @@ static void dtrain__load_free(dtrain__load *load)
 
 /* ---- Choosing a checkpoint --------------------------------------------------------------------*/
 
-/* Find a checkpoint, on rank 0, and load it: the one of the path, or the newest in that directory
- * that can be read whole. An empty path, a checkpoint without its manifest and a disk that fails
- * are three different errors. */
+/* Choose a checkpoint on rank 0, and load it: the path itself, or the newest checkpoint in that
+ * directory that can be read whole. A directory without checkpoints, a checkpoint without its
+ * manifest and a failing disk are three different errors. */
 static dtrain_result dtrain__load_path(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -349,7 +353,7 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     for (size_t i = 0;; i++) {
         int64_t from[3] = {i < load->steps.count ? load->steps.keys[i] : -1, is_one,
-                           (int64_t)state->world->job}; /* rank 0's */
+                           (int64_t)state->world->job};
         DTRAIN__TRY(dtrain_broadcast(state->comm, from, 3, DTRAIN_DTYPE_I64, 0, NULL));
         load->job = (uint64_t)from[2];
         if (from[0] < 0 && !from[1])
@@ -395,7 +399,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.folder.path = path;
     const double start = dtrain_seconds();
     dtrain__notes *notes = dtrain__notes_of(state->desc.strategy);
-    const char *const torn = notes->torn; /* only a whole load mends it */
+    const char *const torn = notes->torn; /* only a whole load clears it */
     if (!load.desc.partial && !load.desc.values_only) notes->torn = NULL;
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {

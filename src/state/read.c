@@ -145,7 +145,7 @@ DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *forma
              list->count == 7 ? "..." : one);
 }
 
-/* Write the first lists as a sentence; false: they are empty. */
+/* Write the first `count` lists as a sentence; return false if they are empty. */
 DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
                                              size_t room)
 {

@@ -1,4 +1,4 @@
-/* Reading pieces of tensors from files: what loading a checkpoint and importing weights share. */
+/* Reading pieces of tensors from files, to load a checkpoint or to import weights. */
 
 #pragma once
 
@@ -7,25 +7,25 @@
 #include "state/checkpoint_internal.h"
 #include "state/storage.h"
 
-/* One file is open at a time, and one block in memory. */
+/* The reader keeps one open file and one block in memory. */
 typedef struct dtrain__reader {
     const dtrain_storage *storage;
     dtrain_device *device;
     char *block;                   /* (BLOCK) */
-    int64_t low, high;             /* which elements of a source are in the block */
-    int file;                      /* open, or -1 ... */
-    char opened[2 * DTRAIN__PATH]; /* ... which */
-    uint64_t bytes;                /* that were read */
+    int64_t low, high;             /* elements of a piece that are in the block */
+    int file;                      /* open file; -1: none */
+    char opened[2 * DTRAIN__PATH]; /* its path */
+    uint64_t bytes;                /* bytes read so far */
 } dtrain__reader;
 
-/* Names in a sentence: the first few, and how many there are. */
+/* The first names of a list, as text. */
 typedef struct dtrain__name_list {
     char text[400];
-    int count; /* 7: the text ends with "..." */
+    int count; /* names; 7: the text ends with "..." */
 } dtrain__name_list;
 
-/* The differences between a file and what a run wants from it, a list of each kind. Those before
- * DTRAIN__REFUSED are errors, unless a load or import is partial. */
+/* The kinds of differences between a file and a run. The kinds before DTRAIN__REFUSED are errors,
+ * unless the load or import is partial. */
 enum {
     DTRAIN__OTHER_MODEL,
     DTRAIN__MISSING,
