@@ -254,8 +254,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 
 /* ---- All of it --------------------------------------------------------------------------------*/
 
-/* Load the checkpoint in load->directory. *differs is set if the checkpoint is readable and does not
- * fit the state: then no older checkpoint will fit. */
+/* Load the checkpoint in load->directory. *differs is set if the checkpoint is readable and does
+ * not fit the state: then no older checkpoint will fit. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     dtrain_state *state = load->state;

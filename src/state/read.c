@@ -1,13 +1,13 @@
 /* Reading pieces
  *
- *     held      a piece as a file has it: a checkpoint's, or a whole tensor of weights
+ *     held      a piece in a file: of a checkpoint, or a whole tensor of weights
  *     target    the tensor and piece that this rank wants
  *
  * The elements that both have are read block by block and copied to the target. Each block is
  * checked if it has a checksum. A block that the target wants whole goes straight to its place, if
  * the target is host memory: a rank never has more of a tensor in memory than its own pieces and
  * one block. 16-bit elements that become fp32 are read to the upper half of their room and widened
- * from the first one on: a widened element covers only bytes of elements that are widened already. */
+ * from the first one on: a widened element covers only bytes of elements already widened. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

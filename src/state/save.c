@@ -17,8 +17,8 @@
  *
  * Otherwise one call does all steps in this order. The thread must not call a collective: its place
  * among the collectives of training would differ from rank to rank. Therefore the thread of rank 0
- * polls the shared directory for the files of the other ranks. If a rank has failed to write, rank 0
- * learns of it when it settles, and tells its thread to stop polling. */
+ * polls the shared directory for the files of the other ranks. If a rank has failed to write, rank
+ * 0 learns of it when it settles, and tells its thread to stop polling. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -423,8 +423,8 @@ static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
                        (long long)c->step, dtrain__bare(c->lost.text), lost);
 }
 
-/* Count a save that has ended. desc.failures failed saves in a row are warnings, and the next one is
- * an error. A failure is an error at once if the communicator has failed, and in a wait or close
+/* Count a save that has ended. desc.failures failed saves in a row are warnings, and the next one
+ * is an error. A failure is an error at once if the communicator has failed, and in a wait or close
  * (`last`), whose caller relies on the save. The files of a failed save are removed, because they
  * can be what filled the disk. */
 static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result result, bool last)
@@ -522,8 +522,8 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
 
-/* Settle the previous save, agree on the step, and save. A thread that writes blocks all signals, so
- * that it never runs a signal handler of the host program. */
+/* Settle the previous save, agree on the step, and save. A thread that writes blocks all signals,
+ * so that it never runs a signal handler of the host program. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
     static const char call[] = "dtrain_checkpoint_save";
