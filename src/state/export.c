@@ -5,7 +5,7 @@
  *     import      every rank: read headers | compare them with the model | read the pieces of this
  *                 rank | publish. All ranks agree after each step
  *
- * Import reads a tensor as load reads a piece of a checkpoint (state/read.c): a rank has only the
+ * Import reads a tensor as load reads a piece of a checkpoint (state/load.c): a rank has only the
  * headers, its own pieces and one block in memory. */
 
 #include "core/platform_internal.h"
@@ -22,7 +22,6 @@
 #include "state/export.h"
 #include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
-#include "state/read_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
