@@ -24,7 +24,6 @@
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/crc32c_internal.h"
-#include "core/dtype.h"
 #include "core/json_internal.h"
 #include "core/log.h"
 #include "core/result.h"
@@ -33,7 +32,6 @@
 #include "comm/comm.h"
 #include "comm/same_internal.h"
 #include "strategy/view_internal.h"
-#include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
@@ -183,8 +181,8 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 
 /* ---- The directory ----------------------------------------------------------------------------*/
 
-/* On rank 0, let the directory continue the run of the state: set aside the checkpoints of steps
- * later than the one that the state was loaded or saved at. */
+/* On rank 0, set aside the checkpoints that the state does not continue: those of steps later than
+ * `next` or than the step at which the state was loaded or saved, and all those of another run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
