@@ -190,7 +190,6 @@ DTRAIN__COLD
 #include "state/box.c"
 #include "state/pieces.c"
 #include "state/save.c"
-#include "state/read.c"
 #include "state/load.c"
 #include "state/export.c"
 #include "state/directory.c"
