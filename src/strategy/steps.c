@@ -1,19 +1,18 @@
 /* The lists of steps
  *
- * The only file that knows all steps: at create it makes the lists that buckets go through, and the
- * communicators of the steps. A step that is not in these lists does not exist. */
+ * Only this file knows all steps. At create it makes the lists that buckets go through, and the
+ * communicators of the steps. A step that is in no list does not exist. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* Ranks of the data axis that exchange something: all, the ranks of this rank's node, the ranks of
- * all nodes that have this rank's place in their node. */
+/* Ranks of the data axis that exchange something: all ranks; the ranks of this rank's node; the
+ * ranks of all nodes with this rank's place in their node. */
 typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
-/* Make a communicator that the strategy owns. The color says which ranks are meant, also to
- * tools/null_comm.h: a place within the node is below the node's size, and the number of a node is
- * added to it. */
+/* Make a communicator that the strategy owns. Its color tells the group, also to tools/null_comm.h:
+ * a place in the node is below the node's size, and the number of a node is added to that size. */
 static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
                                       dtrain__among among, dtrain_comm **out)
 {
@@ -47,9 +46,9 @@ static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_
     return DTRAIN_OK;
 }
 
-/* List the steps that come before the data axis is used. Where operations run in the order of their
- * start, TENSOR waits for its few bytes, so that the next step, which sends many, overlaps with the
- * rest of backward. */
+/* List the steps before those of the data axis. If collectives run in the order of their start,
+ * TENSOR waits for its few bytes: so the next step, which sends many bytes, overlaps with the rest
+ * of backward. */
 static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
 {
     const bool waits = strategy->groups.data->ops->launch_ordered;
@@ -59,14 +58,14 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
                          waits ? NULL : strategy->tensor_comm);
 }
 
-/* Whole buckets:
+/* List the steps of whole buckets:
  *
  *     one level    ROUND, ALL_REDUCE, WIDEN; or the rounds of compression
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
- * ROUND and WIDEN are in the lists of all kinds if there is a reduce_dtype. A step that is the
- * first with many bytes shares the communicator of the data axis with gathers of values: ranks
- * start both in the same order. */
+ * With a reduce_dtype, ROUND and WIDEN are in the lists of all kinds. The first step that sends
+ * many bytes shares the communicator of the data axis with gathers of values: all ranks start both
+ * in the same order. */
 static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
 {
     dtrain__step_list *steps = &strategy->whole;
@@ -94,15 +93,15 @@ static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
     return dtrain__step_among(strategy, steps, dtrain__node_gather_begin, NULL, DTRAIN__NODE);
 }
 
-/* Sharded buckets:
+/* List the steps of sharded buckets:
  *
  *     one level    REDUCE_SCATTER, KEEP
  *     nodes        NODE_SCATTER, REDUCE_SCATTER, SCALE, KEEP
  *     replicas     REDUCE_SCATTER, REPLICAS, KEEP; or (SHARD_EVERY) REDUCE_SCATTER, KEEP, and in
  *                  the last micro-batch REPLICAS
  *
- * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. With ZERO3
- * REDUCE_SCATTER is REDUCE_OWNERS. */
+ * With shards in host memory PUT replaces KEEP, and GET, REPLICAS, RETURN replace the last
+ * REPLICAS. With ZERO3 REDUCE_OWNERS replaces REDUCE_SCATTER. */
 static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
 {
     dtrain__step_list *steps = &strategy->sharded;
@@ -142,7 +141,7 @@ static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
     return DTRAIN_OK;
 }
 
-/* Make the lists and their communicators, and decide which ranks share one copy of the model.
+/* Make the lists and their communicators, and set the ranks that share one copy of the model.
  * Collective, before the layout. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
 {
@@ -197,7 +196,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
 
 /* ---- Memory of steps --------------------------------------------------------------------------*/
 
-/* Lay out all memory, that of its steps too. */
+/* Lay out all memory, also that of steps. */
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
@@ -205,7 +204,7 @@ DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
     if (layout->compression) dtrain__lay_hooks(layout);
 }
 
-/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees
+/* Make a layout with the tables of its steps, and count its memory. dtrain__steps_layout_free frees
  * it, also after an error. params and *desc are resolved. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
                                                    const dtrain_allocator *a,
