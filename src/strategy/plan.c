@@ -1,15 +1,15 @@
 /* Planning, and AUTO
  *
  * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the first
- * candidate that fits into the memory of every rank, in an order from little communication and much
- * memory to much communication and little memory. */
+ * candidate that fits into the memory of every rank. The candidates go from little communication
+ * and much memory to much communication and little memory. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-/* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
+/* Count the memory of a layout's rank, and keep it in *memory if it is larger. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     const dtrain_strategy_desc *desc = layout->desc;
@@ -37,8 +37,8 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
     memory->host = host;
 }
 
-/* Find the memory of the rank that holds most; nothing is allocated but tables. params and *desc
- * are resolved, and so is its kind. */
+/* Find the memory of the rank that needs most. Only tables are allocated. params, *desc and its
+ * kind are resolved. */
 DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
                                                 const dtrain_param *params, size_t count,
                                                 const dtrain_strategy_desc *given, int ranks,
@@ -49,8 +49,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     dtrain_result result = dtrain__steps_layout(&layout, a, params, count, &desc, ranks, 0);
-    /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
-     * states and compression's states of a slice do not. */
+    /* Ranks with equal shards need the same memory. With owned tensors, with groups that have other
+     * numbers of states, and with compression's states of a slice they do not. */
     const int differ = desc.compression                          ? ranks
                        : layout.kind->owners || desc.group_count ? layout.ranks
                                                                  : 1;
@@ -69,7 +69,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
     return result;
 }
 
-/* Resolve params for a rank, with the stages that it has. */
+/* Resolve params for a rank, with its pipeline stages. */
 DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
                                                   size_t count, const dtrain_strategy_desc *desc,
                                                   const dtrain__groups *groups)
@@ -133,7 +133,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     const int parts = groups.tensor_ranks * groups.pipeline_ranks;
     const int mine = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
     memset(memory, 0, sizeof *memory);
-    for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
+    for (int i = 1; i <= parts; i++) { /* this rank's part last: params keep it */
         dtrain_memory one;
         groups.tensor_rank = (mine + i) % parts % groups.tensor_ranks;
         groups.pipeline_rank = (mine + i) % parts / groups.tensor_ranks;
@@ -148,13 +148,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
 
-/* Reserve for bytes that a plan does not count: rounding to pages, buffers of extra communicators,
- * a trainer's scalars. */
+/* Reserve for bytes that a plan does not count: rounding to pages, buffers of further
+ * communicators, a trainer's scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* Set *left to the bytes that a strategy may use: what this rank may still allocate, less
- * other_bytes; below zero if those are more. The minimum over the ranks, so that all make the same
- * choice. Where no limit is set a sixteenth stays free, for kernels' scratch and other programs. */
+/* Set *left to the bytes that a strategy may use: the bytes that this rank can still allocate, less
+ * other_bytes; it can be negative. Take the minimum over the ranks, so that all make the same
+ * choice. Without a limit a sixteenth stays free, for scratch of kernels and other programs. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
@@ -185,7 +185,7 @@ static const uint32_t dtrain__auto_order[DTRAIN__CANDIDATES] = {
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 
 /* Plan all candidates that the ranks and other fields do not exclude. node_ranks: ranks of each
- * node, 0 where nodes differ. Local. */
+ * node, 0 if nodes differ. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
                                                       const dtrain_param *params, size_t count,
                                                       const dtrain_strategy_desc *given, int ranks,

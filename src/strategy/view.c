@@ -1,4 +1,4 @@
-/* Answers to the rooms of later rings: see strategy/view_internal.h */
+/* Answers to rooms of later rings: strategy/view_internal.h */
 
 #include "core/platform_internal.h"
 #include "strategy/view_internal.h"
@@ -15,7 +15,7 @@ DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i
     return p->state.storage == p && strategy->layout.entries[i].trainable;
 }
 
-/* Each copy of the model has the same shard once, and every rank a whole value. */
+/* Each copy of the model has a shard once; every rank has a whole value. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -24,8 +24,8 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
     return layout->all_rank / sharers;
 }
 
-/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
- * plan). *passing: the value is there only while its unit is gathered. */
+/* True if gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a plan).
+ * *passing: the value is valid only while its unit is gathered. */
 DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
                                          uint32_t dtype, const void **low, bool *passing)
 {
@@ -51,7 +51,7 @@ DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strateg
 DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
                                                     dtrain_comm_info *info)
 {
-    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
+    const dtrain_comm *before = NULL; /* weights with the same ranks share a communicator */
     dtrain_comm_query(strategy->groups.pipeline, info);
     for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
         const dtrain_comm *tie = strategy->ties[i];
@@ -102,8 +102,9 @@ DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
 
 /* ---- A strategy that is not made --------------------------------------------------------------*/
 
-/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
- * For a named kind make the layout of rank 0, which tells what values are gathered. Local. */
+/* Count the bytes that a rank would allocate for a strategy; with AUTO, the least of all
+ * candidates. For a named kind make the layout of rank 0, which shows the values that are gathered.
+ * Local. */
 static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
                                         size_t count, const dtrain_strategy_desc *given,
                                         uint32_t node_ranks, dtrain__strategy_plan *plan)
