@@ -229,24 +229,6 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Fail on all ranks if their rates or hyper-parameters differ. This is checked once. The trainer's
- * step, dtrain_strategy_verify and checkpoints find later rates that differ. */
-static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, float lr,
-                                               float grad_scale)
-{
-    static const dtrain__same_field fields[] = {
-        {"lr", 0, sizeof lr, DTRAIN__SAME_FLOAT},
-        {"grad_scale", sizeof lr, sizeof lr, DTRAIN__SAME_FLOAT}};
-    const float numbers[] = {lr, grad_scale};
-    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, numbers),
-                                       dtrain__same_groups(optimizer)};
-    if (optimizer->compared) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__same(dtrain__groups_of(optimizer->strategy).all, DTRAIN_OK,
-                             "dtrain_optimizer_step", lists, 2));
-    optimizer->compared = true;
-    return DTRAIN_OK;
-}
-
 /* Return the group whose bias corrections a recorded step uses: the first of AdamW. */
 static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
 {
@@ -258,6 +240,9 @@ static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *opti
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
+    static const dtrain__same_field fields[] = {
+        {"lr", 0, sizeof lr, DTRAIN__SAME_FLOAT},
+        {"grad_scale", sizeof lr, sizeof lr, DTRAIN__SAME_FLOAT}};
     DTRAIN__GIVEN("dtrain_optimizer_step", optimizer);
     if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
         return dtrain_fail(
@@ -275,7 +260,14 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
                            "dtrain_optimizer_step: a captured graph can hold neither the first "
                            "update nor those of AdamW, whose corrections of bias change from step "
                            "to step: call it after each launch of the graph");
-    DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
+    if (!optimizer->compared) { /* once: the trainer, verify and checkpoints compare later rates */
+        const float numbers[] = {lr, grad_scale};
+        const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, numbers),
+                                           dtrain__same_groups(optimizer)};
+        DTRAIN__TRY(dtrain__same(dtrain__groups_of(strategy).all, DTRAIN_OK,
+                                 "dtrain_optimizer_step", lists, 2));
+        optimizer->compared = true;
+    }
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);

@@ -117,8 +117,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
     void *memory;
-    DTRAIN__TRY(dtrain__steps_layout(layout, a, strategy->params, count, &strategy->desc,
-                                     dtrain_comm_size(strategy->groups.data),
+    const dtrain__model model = {a, strategy->params, count,
+                                 dtrain_comm_size(strategy->groups.data)};
+    DTRAIN__TRY(dtrain__steps_layout(layout, &model, &strategy->desc,
                                      dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     strategy->works_per_bucket = each;

@@ -207,13 +207,12 @@ DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
 /* Make a layout with the tables of its steps, and count its memory. dtrain__steps_layout_free frees
  * it, also after an error. params and *desc are resolved. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
-                                                   const dtrain_allocator *a,
-                                                   const dtrain_param *params, size_t count,
-                                                   const dtrain_strategy_desc *desc, int ranks,
-                                                   int rank)
+                                                   const dtrain__model *model,
+                                                   const dtrain_strategy_desc *desc, int rank)
 {
-    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
-    if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, a));
+    DTRAIN__TRY(dtrain__layout_make(layout, model->allocator, model->params, model->count, desc,
+                                    model->ranks, rank));
+    if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, model->allocator));
     dtrain__steps_memory(layout);
     return DTRAIN_OK;
 }

@@ -84,15 +84,6 @@ static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, 
     return dtrain__unit_fetch(strategy, &layout->units[next]);
 }
 
-/* Show unit number `at`, which is gathered; or hide it: set its pointers to NULL, so that a use
- * after release is noticed. Hidden values stay in the slot until another unit takes it. */
-static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
-{
-    if (!strategy->layout.shards.params) return;
-    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
-    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
-}
-
 /* Check that a unit is due. Forward begins with the first unit and continues with the next one; it
  * may go back to an earlier unit to recompute activations. Backward goes to earlier units and may
  * step over some. Once backward has begun, no unit after its current one is due. */
@@ -132,7 +123,8 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
-    dtrain__show_unit(strategy, at, true);
+    dtrain__unit_show(strategy, &strategy->layout.shared, true);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], true);
     return DTRAIN_OK;
 }
 
@@ -162,7 +154,7 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
     if (at == strategy->backward) strategy->entered = false;
-    dtrain__show_unit(strategy, at, false);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
 }
 
@@ -258,9 +250,11 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
     return DTRAIN_OK;
 }
 
-/* GATHERED -> SHOWN, or back: set the parameters' pointers. */
+/* GATHERED -> SHOWN, or back: set the parameters' pointers. After a release they are NULL, so that
+ * a use is noticed; the values stay in the slot until another unit takes it. */
 DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
+    if (!strategy->layout.shards.params) return;
     dtrain__show_values(strategy, unit->trainable, shown);
     dtrain__show_values(strategy, unit->frozen, shown);
     if (unit->state >= DTRAIN__UNIT_GATHERED)

@@ -105,27 +105,24 @@ DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
 /* Count the bytes that a rank would allocate for a strategy; with AUTO, the least of all
  * candidates. For a named kind make the layout of rank 0, which shows the values that are gathered.
  * Local. */
-static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
-                                        size_t count, const dtrain_strategy_desc *given,
-                                        uint32_t node_ranks, dtrain__strategy_plan *plan)
+static dtrain_result dtrain__plan_needs(const dtrain__model *model,
+                                        const dtrain_strategy_desc *given, uint32_t node_ranks,
+                                        dtrain__strategy_plan *plan)
 {
-    const int ranks = dtrain_comm_size(plan->groups.data);
     dtrain__planned *planned = plan->planned;
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__candidates all;
     dtrain_memory memory;
+    if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
+    DTRAIN__TRY(dtrain__plan_resolve(model, &desc, &plan->groups, planned));
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
+        DTRAIN__TRY(dtrain__plan_kind(model, &planned->desc, &memory));
         plan->needs = memory.total;
-        dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
+        dtrain__resolve_levels(&planned->desc, model->ranks);
+        return dtrain__steps_layout(&planned->layout, model, &planned->desc, 0);
     }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
+    DTRAIN__TRY(dtrain__plan_candidates(model, &planned->desc, node_ranks, &all));
     plan->needs = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
         if ((uint64_t)all.totals[i] < plan->needs) plan->needs = (uint64_t)all.totals[i];
@@ -147,15 +144,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
+    const dtrain__model model = {&world->allocator, params, count,
+                                 dtrain_comm_size(plan->groups.data)};
     if (plan->planned) {
         plan->layout = &plan->planned->layout;
         plan->stages = &plan->planned->stages;
         plan->pipeline = desc->pipeline;
-        mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
+        mine = dtrain__plan_needs(&model, desc, node_ranks, plan);
     }
-    if (mine == DTRAIN_OK)
-        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
-                                      desc->pipeline, &plan->groups);
     DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
     return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
 }
