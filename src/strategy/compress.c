@@ -182,7 +182,7 @@ static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucke
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = dtrain__step_comm(bucket);
+    hook->comm = bucket->comm;
     hook->step = strategy->notes.sync_count - strategy->compressed_from;
     DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
@@ -209,9 +209,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
     DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, 0));
     if (c->dense_count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(dtrain__step_comm(bucket), c->packed, c->packed,
-                             (size_t)c->dense_count, c->hook.dtype, bucket->steps->op,
-                             &bucket->reduces[1]);
+    return dtrain_all_reduce(bucket->comm, c->packed, c->packed, (size_t)c->dense_count,
+                             c->hook.dtype, bucket->steps->op, &bucket->reduces[1]);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket)

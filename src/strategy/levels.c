@@ -89,10 +89,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
                                                          dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(
-        dtrain__step_comm(bucket), bucket->grads, bucket->grads + bucket->slice_first,
-        (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
-        (dtrain_dtype)strategy->layout.dtype, bucket->steps->op, bucket->reduces);
+    return dtrain_reduce_scatter(bucket->comm, bucket->grads, bucket->grads + bucket->slice_first,
+                                 (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+                                 (dtrain_dtype)strategy->layout.dtype, bucket->steps->op,
+                                 bucket->reduces);
 }
 
 /* NODE_GATHER: give all ranks of this node all its slices. */
@@ -100,8 +100,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                                                         dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(dtrain__step_comm(bucket), bucket->grads + bucket->slice_first,
-                             bucket->grads,
+    return dtrain_all_gather(bucket->comm, bucket->grads + bucket->slice_first, bucket->grads,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              (dtrain_dtype)strategy->layout.dtype, bucket->reduces);
 }
@@ -155,7 +154,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
     DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
                                      bucket->shard_count, false));
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(dtrain__step_comm(bucket), wire, wire,
+    return dtrain_all_reduce(bucket->comm, wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }

@@ -181,17 +181,12 @@ static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucke
 {
     while (bucket->step < dtrain__step_count(strategy, bucket)) {
         const dtrain__step *step = &bucket->steps->list[bucket->step++];
+        bucket->comm = step->comm;
         DTRAIN__TRY(step->begin(strategy, bucket));
         if (step->comm) return DTRAIN_OK;
     }
     bucket->step = DTRAIN__REDUCED;
     return DTRAIN_OK;
-}
-
-/* Return the communicator of the step under way. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__step_comm(const dtrain__bucket *bucket)
-{
-    return bucket->steps->list[bucket->step - 1].comm;
 }
 
 /* Wait for the step under way, end it, and begin the next. In DDP: wait for the all-reduce. */
@@ -360,7 +355,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy
 {
     void *wire = dtrain__wire(bucket, bucket->slice_first);
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(dtrain__step_comm(bucket), wire, wire,
+    return dtrain_all_reduce(bucket->comm, wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
@@ -387,8 +382,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
                                                            dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(dtrain__step_comm(bucket),
-                                 dtrain__wire(bucket, bucket->slice_first),
+    return dtrain_reduce_scatter(bucket->comm, dtrain__wire(bucket, bucket->slice_first),
                                  dtrain__wire_end(strategy, bucket),
                                  (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                                  dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);

@@ -64,7 +64,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
     DTRAIN__TRY(dtrain_all_reduce(strategy->tensor_comm, bucket->tensor_sum, bucket->tensor_sum,
                                   (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
                                   bucket->reduces));
-    if (dtrain__step_comm(bucket)) return DTRAIN_OK;
+    if (bucket->comm) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
     return dtrain__tensor_end(strategy, bucket);
 }

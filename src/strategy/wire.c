@@ -71,7 +71,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_owners_begin(dtrain_strategy *strat
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
         DTRAIN__TRY(
-            dtrain_reduce(dtrain__step_comm(bucket), dtrain__wire(bucket, first),
+            dtrain_reduce(bucket->comm, dtrain__wire(bucket, first),
                           r == strategy->layout.rank ? dtrain__wire_end(strategy, bucket) : NULL,
                           (size_t)dtrain__elements(&strategy->layout, count),
                           dtrain__wire_dtype(strategy), bucket->steps->op, r, &bucket->reduces[r]));
