@@ -161,8 +161,7 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
 }
 
 /* Refuse a parameter whose group does not exist. For Muon, refuse a parameter that is no matrix or
- * of which no rank has the whole. Slices follow from the layout, which is the same on all ranks, so
- * all ranks fail. */
+ * of which no rank has the whole. Slices follow from the layout, so all ranks fail. */
 static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                                           const dtrain_strategy *strategy, size_t i)
 {

@@ -83,8 +83,8 @@ static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags,
     return device->ops->gemm(device, &args);
 }
 
-/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x, writes y and
- * exchanges them. */
+/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Iterations read x, write y and
+ * exchange them. */
 static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
                                         int64_t columns)
 {

@@ -1,5 +1,4 @@
-/* The optimizer's structure, also for the trainer: its recorded steps read their numbers from
- * device memory */
+/* The optimizer's structure, also for the trainer, which records steps */
 
 #pragma once
 

@@ -129,8 +129,7 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
 
 /* Update all groups. The numbers of the step are arguments; with `device_scalars` the kernels read
  * them from device memory. A group is one call if its tensors have had the same number of updates
- * and none is left out of this step. Otherwise each run of neighbours with the same number is one
- * call. */
+ * and none is left out of this step. Otherwise each run of equal neighbours is one call. */
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars)
@@ -169,13 +168,12 @@ typedef struct dtrain__update_piece {
 } dtrain__update_piece;
 
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
- * device. Values that the strategy keeps in host memory need no copy: the next gather reads
- * them. */
+ * device. Values that stay in host memory need no copy: the next gather reads them. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
-                                        const dtrain__update_piece *piece, size_t slot, float lr,
+                                        const dtrain__update_piece *piece, size_t turn, float lr,
                                         float grad_scale)
 {
-    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
+    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, turn));
     DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
                                      piece->at, 1));
     if (piece->value == piece->part.value) return DTRAIN_OK;
@@ -186,8 +184,7 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
 /* Update everything on the CPU, in pieces of DTRAIN__PIECE elements; Muon's pieces are whole
  * matrices. Copies down are queued after the queued compute: when the first has arrived, nothing
  * reads old values any more, neither on the device nor in the master copies. The next piece is
- * copied down while one is updated. A staging buffer is filled again after its piece was
- * updated. */
+ * copied down while one is updated. A buffer is filled again after its piece was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
@@ -199,8 +196,8 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
         const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
         while (at >= group->first + group->count) group++;
         for (int64_t first = 0; first < tensor->count && !dtrain__is_left_out(optimizer, at);) {
-            const size_t slot = count & 1;
-            dtrain__update_piece *piece = &pieces[slot];
+            const size_t turn = count & 1;
+            dtrain__update_piece *piece = &pieces[turn];
             dtrain_optimizer_tensor *part = &piece->part;
             piece->group = group;
             piece->at = at;
@@ -213,13 +210,13 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
             part->v = dtrain__after(tensor->v, first);
             const float *grad = tensor->grad + first;
             const bool in_place = dtrain__on_host(optimizer->device, grad); /* used where it is */
-            float *staging = in_place ? NULL : optimizer->block + slot * (size_t)optimizer->staging;
+            float *staging = in_place ? NULL : optimizer->block + turn * (size_t)optimizer->staging;
             part->grad = in_place ? grad : staging;
-            DTRAIN__TRY(dtrain__update_down(strategy, slot, staging, grad, part->count));
+            DTRAIN__TRY(dtrain__update_down(strategy, turn, staging, grad, part->count));
             first += part->count;
             if (count++)
                 DTRAIN__TRY(
-                    dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
+                    dtrain__piece_done(optimizer, &pieces[1 - turn], 1 - turn, lr, grad_scale));
         }
     }
     const size_t last = (count - 1) & 1;

@@ -105,9 +105,9 @@ typedef enum dtrain_schedule_kind {
  * multiplies lr by gamma at each milestone, and needs neither min_lr nor total_steps (MultiStepLR
  * of PyTorch).
  *
- * A rate found on one rank is often multiplied by the number of ranks, because the batch is that
- * much larger: for SGD by the number (Goyal et al., 2017), for Adam by its square root (Malladi et
- * al., 2022). */
+ * A rate found on one rank is often multiplied by the number of ranks, because the batch is larger:
+ * for SGD by the number (Goyal et al., 2017), for Adam by its square root (Malladi et al.,
+ * 2022). */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;

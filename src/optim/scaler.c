@@ -6,8 +6,7 @@
  *
  *     norm = sqrt(sum of all grad^2) / scale        grad_scale = clip / scale
  *
- * That read finds overflows too: the norm is not finite exactly if some gradient, on any rank, is
- * not finite. */
+ * That read finds overflows too: the norm is not finite exactly if some gradient is not. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -30,11 +29,11 @@
  *     overflow                    x                        step 4 is skipped
  *     scale      64  64  64  64 128  64  64  64  64 128    grows after 4 good steps in a row
  *
- * Powers of two change only exponents: if nothing overflows or vanishes, a scaled run has the bits
- * of an unscaled run. */
+ * Powers of two change only exponents: if nothing overflows or vanishes, a scaled run has the same
+ * bits. */
 
 /* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN can
- * pass a comparison. */
+ * pass. */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
     DTRAIN__GIVEN(call, scaler);

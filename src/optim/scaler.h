@@ -32,8 +32,8 @@ typedef struct dtrain_loss_scaler {
 
 /* Adapt the scale, once per step, after the step was taken or skipped: an overflow halves it. The
  * scales equal torch.amp.GradScaler's to the bit. A scale that would grow to infinity stays, as in
- * torch. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale helps
- * such gradients. Local. */
+ * torch. A scale that would fall below 1 stays too, and is DTRAIN_ERROR_NUMERIC: no scale helps.
+ * Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that

@@ -19,15 +19,15 @@ typedef struct dtrain__share {
 } dtrain__share;
 
 /* parallel/cut.c */
-/* Check that a cut fits a shape and that each of `ranks` gets a part. The error sentence does not
- * name the parameter. */
+/* Check that a cut fits a shape and that each of `ranks` gets a part. The error does not name
+ * it. */
 DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int64_t shape[4],
                                                 int ranks);
 /* Describe the part of a rank. The cut has been checked. */
 DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
                                       int rank, dtrain__share *part);
-/* Return the place of element i of a part in the whole. *run: elements from there on that follow
- * one another in both. */
+/* Return the place of element i of a part in the whole. *run: consecutive elements from there
+ * on. */
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
 /* True if two parts have the same runs of axes of the same length. */
 DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);

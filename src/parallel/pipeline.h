@@ -40,8 +40,8 @@ typedef enum dtrain_pipeline_kind {
 
 /* How a model lies on the pipeline axis, and the order of its passes. A zeroed desc is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1. On an axis of one rank it changes nothing:
- * that rank has the whole model and one micro-batch after another. A message between two stages has
- * at most 16 tensors. */
+ * that rank has the whole model and one micro-batch after another. A message has at most 16
+ * tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages per rank; 0 = 1, or 2 with INTERLEAVED */
@@ -102,8 +102,7 @@ typedef struct dtrain_pipeline_part {
     dtrain_dtype dtype;
 } dtrain_pipeline_part;
 
-/* The part of a schedule that a program supplies. An error ends the run on every rank of the
- * axis. */
+/* The part of a schedule that a program supplies. An error ends the run on every rank. */
 typedef struct dtrain_pipeline_work {
     /* Do the action: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);

@@ -53,8 +53,7 @@ static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t a
     return &run->messages[4 * (size_t)place + act - DTRAIN_PIPELINE_ACT_SEND];
 }
 
-/* Wait for all parts of a message, also after an error, which frees them. Return the first
- * error. */
+/* Wait for all parts of a message, which frees them, also after an error. Return that error. */
 static dtrain_result dtrain__message_wait(dtrain__message *message)
 {
     dtrain_result first = DTRAIN_OK;

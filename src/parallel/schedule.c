@@ -6,8 +6,8 @@
  *
  * Why no schedule hangs: step 2 puts all computations and messages into one order, and each rank's
  * list is a part of it. The first action that is not done has no action before it to wait for. So
- * it can be done, even if a send waits for its receive. Messages between two ranks start in the
- * same order on both. */
+ * it can be done, even if a send waits for its receive. Both ranks of messages start them in the
+ * same order. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -51,8 +51,7 @@ typedef struct dtrain__sim {
  * be idle.
  *
  * Micro-batches form groups of p; the first groups have more if p does not divide m. One group
- * after another goes through all chunks: forwards from the first chunk on, backwards from the
- * last. */
+ * after another goes through all chunks: forwards from the first on, backwards from the last. */
 static void dtrain__order_next(const dtrain__sim *sim, int rank)
 {
     const int p = sim->p, v = sim->v, total = sim->m * v;

@@ -80,11 +80,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
     DTRAIN__GIVEN(call, strategy);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->notes.torn) return dtrain__check_capture(strategy, call);
+    if (!strategy->notes.failed_load) return dtrain__check_capture(strategy, call);
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: %s failed after it had replaced a part of the values; load a whole "
                        "checkpoint, or end",
-                       call, strategy->notes.torn);
+                       call, strategy->notes.failed_load);
 }
 
 /* True if this rank is between the first gather or mark of a backward and finish. */
@@ -118,8 +118,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strat
 
 /* ---- Failure ----------------------------------------------------------------------------------*/
 
-/* Fail all communicators on which other ranks can be waiting, those of a mesh too. Return the
- * permanent error. */
+/* Fail all communicators on which other ranks can wait, also of a mesh. Return the permanent
+ * error. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text)
 {

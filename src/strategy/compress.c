@@ -17,8 +17,7 @@
  *
  *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
  *
- * (With several nodes and fp16, residuals belong to means over a node of G ranks, and count G
- * times.) */
+ * (With nodes of G ranks and fp16, residuals belong to means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"

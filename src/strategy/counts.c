@@ -17,8 +17,7 @@
  * passes count: the sum is rounded alike for any number of ranks.
  *
  * The counts stay in device memory, where the correction reads them. A rank with samples and all
- * gradients knows that no sum is zero. On other ranks the host waits for the counts and reads
- * them. */
+ * gradients knows that no sum is zero. Other ranks wait for the counts and read them. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"

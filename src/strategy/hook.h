@@ -66,8 +66,7 @@ struct dtrain_comm_hook_desc {
     bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */
     /* Mark tensors as dense, and ask for memory. The result depends only on the arguments. */
     void (*plan)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
-    /* An error of these functions ends the strategy; on other ranks when they miss the
-     * collective. */
+    /* An error ends the strategy; on other ranks when they miss the collective. */
     dtrain_result (*compress)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket,
                               uint32_t round);
     /* Start a collective on bucket->comm, on all ranks alike, and return its *work; or start none.

@@ -26,8 +26,7 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
     /* Ranks that share a batch normalisation call its collective in their forward. This rank's call
-     * differs from theirs, which is an error at once; if none of them has a batch, all make this
-     * call. */
+     * differs from theirs: an error at once. If no rank has a batch, all make this call. */
     dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->notes.batch_comm);
     dtrain_result result = batches ? dtrain_barrier(batches) : DTRAIN_OK;
     if (result != DTRAIN_OK)

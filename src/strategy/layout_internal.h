@@ -6,7 +6,7 @@
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
- * The storage of an alias is the entry whose value and gradient it shares; every other entry is its
+ * The storage of an alias is the entry whose value and gradient it shares; other entries are their
  * own storage. */
 
 #pragma once

@@ -106,8 +106,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
 }
 
 /* Multiply x, a sum over all ranks (count elements of the bucket), by 1/N. In fp16 a sum can
- * overflow where the mean does not. So in fp16 and fp64 each collective makes a mean, and this
- * function does nothing. */
+ * overflow where the mean does not. In fp16 and fp64 each collective makes a mean, and nothing is
+ * left. */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {

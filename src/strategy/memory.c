@@ -66,8 +66,7 @@ static uint16_t *dtrain__carve_low(dtrain__layout *layout, int block, int64_t co
     return (uint16_t *)(void *)dtrain__carve(layout, block, (count + 1) / 2);
 }
 
-/* Cut a piece of fp32 elements; if they travel as a 16-bit dtype, a piece of that from buffers
- * too. */
+/* Cut a piece of fp32 elements, and a piece of a 16-bit dtype if they travel as that. */
 static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
                                  uint16_t **low)
 {
@@ -131,8 +130,8 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 }
 
 /* Lay out the arrays of storage i in the host's type that the library owns. An array of gathered
- * values is valid while its unit is gathered: it is in the unit's slot, or it is the values that
- * arrive in param_dtype. */
+ * values is valid while its unit is gathered: in the unit's slot, or where values arrive in
+ * param_dtype. */
 static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
 {
     const dtrain_param *p = &layout->params[i];

@@ -61,8 +61,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__device_squares(dtrain_strategy *strategy, 
 }
 
 /* Collect `count` sums of each rank of a communicator, as integers, because a communicator's sum of
- * doubles would not be exact. Add up the first sums in rank order; with `both` the second sums
- * too. */
+ * doubles would not be exact. Add up the first sums in rank order, with `both` also the second. */
 static dtrain_result dtrain__sum_ranks(dtrain_strategy *strategy, dtrain_comm *comm, double *sums,
                                        size_t count, bool both)
 {

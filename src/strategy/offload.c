@@ -11,16 +11,14 @@
  *
  * A copy to the host is queued after the kernels queued so far. Later kernels wait for it before
  * they overwrite the buffer that it reads (settle). The shard of a later micro-batch arrives in one
- * of two bounce buffers. It is added when that buffer is needed again, or at the end of the
- * backward (settle). */
+ * of two bounce buffers. It is added when the buffer is needed again, or at the end of backward. */
 
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* Order two streams: work queued on `later` from now on runs after all work queued on `earlier` so
- * far. */
+/* Order two streams: work queued on `later` from now on runs after work queued on `earlier`. */
 static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
                                            dtrain_stream *earlier)
 {

@@ -37,8 +37,8 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
     memory->host = host;
 }
 
-/* Find the memory of the rank that needs most. Only tables are allocated. params, *desc and its
- * kind are resolved. */
+/* Find the memory of the rank that needs most. Allocates only tables. params, *desc and its kind
+ * are resolved. */
 DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain__model *model,
                                                 const dtrain_strategy_desc *given,
                                                 dtrain_memory *memory)

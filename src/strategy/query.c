@@ -77,8 +77,7 @@ DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
 }
 
-/* The info begins with a desc. In a program with a desc of another size, the later fields have
- * another offset. */
+/* The info begins with a desc. If a program's desc has another size, later fields move. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
 {
     const dtrain_abi *abi = dtrain__abi_of(strategy ? strategy->world : NULL);

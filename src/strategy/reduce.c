@@ -75,8 +75,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
 /* True if a bucket is reduced in this backward. Whole gradients add up on each rank until the last
- * micro-batch of a step. Gradients of which a rank keeps only a shard are reduced in every
- * backward. */
+ * micro-batch of a step. If a rank keeps only a shard, they are reduced every time. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
@@ -262,8 +261,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* Complete and launch the buckets below `end`, one at a time. Two buckets can share a buffer, which
  * may be zeroed for the second bucket only after the first is launched. A gradient that was not
- * marked keeps its value if an earlier micro-batch or another alias has written it, and is zero
- * otherwise. */
+ * marked keeps the value of an earlier micro-batch or another alias, or becomes zero. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -288,8 +286,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 
 /* End a backward. The order of calls matters: a step that fails for a missing gradient makes the
  * same collectives as a step that succeeds, so that all ranks begin the next step at the same
- * place. Wait for units that were fetched ahead: their collectives read shards, which the update
- * will overwrite. */
+ * place. Wait for units that were fetched ahead: their collectives read shards that the update
+ * overwrites. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;

@@ -28,8 +28,7 @@ static bool dtrain__weighs(const dtrain_strategy *strategy)
 }
 
 /* Agree once on the size of a full batch: the largest `terms` of all ranks. `terms` counts the
- * samples of this rank's first micro-batch, ignored ones included; 0: nothing is counted.
- * Collective. */
+ * samples of this rank's first micro-batch, ignored ones included; 0: not counted. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms)
 {
     if (strategy->full_batch || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
@@ -58,8 +57,8 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
 }
 
 /* Give the backward under way the weight of its loss, which is a mean over samples. Return the size
- * of a full batch; the tape divides the number of samples by it to get the gradient of the loss. 0:
- * that gradient is 1. */
+ * of a full batch; the number of samples divided by it is the gradient of the loss. 0: that
+ * gradient is 1. */
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples)
 {
@@ -98,8 +97,7 @@ DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain
  *
  * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
  * training or an evaluation it does not know that number, and takes part until all ranks have ended
- * their loss: all[3] counts the ranks that have ended, plus SUM_COMES for each rank that has a
- * sum. */
+ * their loss: all[3] counts the ranks that have ended, plus SUM_COMES per rank with a sum. */
 
 #define DTRAIN__SUM_COMES ((int64_t)1 << 32)
 

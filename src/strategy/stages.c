@@ -98,8 +98,7 @@ DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtra
     return false;
 }
 
-/* Mark the parameters that this rank does not use, and set the count of unused storages to 0. The
- * array is resolved. */
+/* Mark the parameters that this rank does not use, and set the count of unused storages to 0. */
 DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
                                           size_t count)
 {

@@ -47,8 +47,7 @@ static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_
 }
 
 /* List the steps before those of the data axis. If collectives run in the order of their start,
- * TENSOR waits for its few bytes: so the next step, which sends many bytes, overlaps with the rest
- * of backward. */
+ * TENSOR waits for its few bytes: so the next step, with many bytes, overlaps with backward. */
 static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
 {
     const bool waits = strategy->groups.data->ops->launch_ordered;
@@ -64,8 +63,8 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
  *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
  *
  * With a reduce_dtype, ROUND and WIDEN are in the lists of all kinds. The first step that sends
- * many bytes shares the communicator of the data axis with gathers of values: all ranks start both
- * in the same order. */
+ * many bytes shares the communicator of the data axis with gathers of values: ranks start both in
+ * one order. */
 static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
 {
     dtrain__step_list *steps = &strategy->whole;

@@ -171,7 +171,7 @@ typedef struct dtrain__planned {
     dtrain__stage_map stages;
 } dtrain__planned;
 
-/* The kinds that AUTO chooses from. Ranks compare totals only, because they may own gradients of
+/* The kinds that AUTO chooses from. Ranks compare only totals, because their gradients can have
  * different sizes. */
 #define DTRAIN__CANDIDATES 5
 typedef struct dtrain__candidates {

@@ -8,8 +8,7 @@
  *     packed    | b . . | d |  ->  sum over the ranks of the tensor axis  ->  b and d in the bucket
  *
  * All ranks of the axis have the same parameters in the same order in each bucket (layout.c). Whole
- * parameters are few, and the axis lies inside a node: their gradients travel as fp32, whatever
- * reduce_dtype says. */
+ * parameters are few, and the axis lies inside a node: their gradients always travel as fp32. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"

@@ -7,8 +7,7 @@
  *     block   | values: K fp32, or K of 16 bits, padded | indices in the tensor: K i32 |
  *
  * If blocks would be larger than the bucket (at the beginning of a warm-up), the bucket is masked:
- * the whole bucket is all-reduced, with zeros for elements that are not selected. The sums are the
- * same. */
+ * the whole bucket is all-reduced, with zeros for other elements. The sums are the same. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -72,8 +71,7 @@ static void *dtrain__topk_cut(dtrain__topk *t, int64_t count)
     return piece;
 }
 
-/* Describe the exchange of a bucket in this step. Its memory fits the largest ratio of all
- * steps. */
+/* Describe the exchange of a bucket in this step. Its memory fits the largest ratio. */
 static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
                                     const dtrain_hook_bucket *bucket)
 {
@@ -157,8 +155,8 @@ static dtrain_result dtrain__round(const dtrain__topk *t, int64_t k, const dtrai
     return device->ops->convert(device, &args);
 }
 
-/* Select the quota of a tensor from gradient plus residual. Round the values, and add the rounding
- * errors to the residual. */
+/* Select the quota of a tensor from gradient plus residual. Round the values, with the errors to
+ * the residual. */
 static dtrain_result dtrain__select(const dtrain__topk *t, const dtrain_hook_tensor *tensor,
                                     const dtrain__picks *picks)
 {

@@ -56,8 +56,8 @@ DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Find the index of a unit. The search begins next to the unit gathered last, so it takes constant
- * time in a pass. */
+/* Find the index of a unit. The search begins at the last unit gathered: constant time in a
+ * pass. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -110,8 +110,8 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
 
 /* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
  * forward is a recomputation if a backward is under way. It is one too if it returns to an earlier
- * unit than the last, but not to the first: then the backward of this rank has stepped over all
- * units so far. */
+ * unit than the last, but not to the first: then this rank's backward has stepped over all
+ * units. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     if (backward) {
@@ -223,8 +223,7 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
 }
 
 /* GATHERING -> GATHERED: wait for the collectives, and convert. Values that travelled rounded
- * become fp32. Then fp32 values become values in the host's type, unless they have travelled in
- * that type. */
+ * become fp32. Then fp32 values become values in the host's type, unless they travelled in it. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -270,8 +269,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtra
     return DTRAIN_OK;
 }
 
-/* Free the slot of a unit: evict the unit that is in it. A unit with separate memory has no
- * slot. */
+/* Free the slot of a unit, if it has one: evict the unit that is in it. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
                                                  const dtrain__unit *unit)
 {
@@ -331,7 +329,7 @@ static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dty
  * one gathers this rank's slice from the other nodes; dtrain__gather_inside gathers the slices
  * inside the node. A shard is rounded at every gather: to keep a rounded copy beside the master
  * would save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes
- * of memory per element. */
+ * per element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {

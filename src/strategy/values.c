@@ -85,8 +85,7 @@ DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
     }
 }
 
-/* Gather the units that reading has evicted: a tape or a host that has gathered a unit uses its
- * values. */
+/* Gather the units that reading has evicted: a tape or a host uses their values. */
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
@@ -101,8 +100,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
 /* Read a parameter that the tensor axis cuts, if this rank has it. Each rank broadcasts its part
- * through `staging`, which fits the largest part: parts differ in length. Collective over the
- * mesh. */
+ * through `staging`, which fits the largest part. Collective over the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {

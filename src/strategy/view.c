@@ -103,8 +103,7 @@ DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
 /* ---- A strategy that is not made --------------------------------------------------------------*/
 
 /* Count the bytes that a rank would allocate for a strategy; with AUTO, the least of all
- * candidates. For a named kind make the layout of rank 0, which shows the values that are gathered.
- * Local. */
+ * candidates. For a named kind make the layout of rank 0, for its gathered values. Local. */
 static dtrain_result dtrain__plan_needs(const dtrain__model *model,
                                         const dtrain_strategy_desc *given, uint32_t node_ranks,
                                         dtrain__strategy_plan *plan)
