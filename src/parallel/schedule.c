@@ -131,12 +131,9 @@ static void dtrain__sim_append(const dtrain__sim *sim, int rank, uint32_t act, i
                                int peer)
 {
     const int pass = chunk * sim->m + micro;
-    const dtrain_pipeline_action action = {act,
-                                           chunk,
-                                           micro,
-                                           peer,
-                                           dtrain__holdings(sim, false, rank)[pass].by_pass,
-                                           dtrain__holdings(sim, true, rank)[pass].by_pass};
+    const int32_t slot = dtrain__holdings(sim, false, rank)[pass].by_pass;
+    const int32_t inbox = dtrain__holdings(sim, true, rank)[pass].by_pass;
+    const dtrain_pipeline_action action = {act, chunk, micro, peer, slot, inbox};
     dtrain__sim_rank *own = &sim->ranks[rank];
     own->actions[own->count++] = action;
 }

@@ -248,14 +248,10 @@ static dtrain_result dtrain__topk_decompress(const dtrain_compression_desc *how,
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
 {
-    static const dtrain_comm_hook_desc hook = {"top-k",
-                                               1,
-                                               true,
-                                               true,
-                                               dtrain__topk_plan,
-                                               dtrain__topk_compress,
-                                               dtrain__topk_exchange,
-                                               dtrain__topk_decompress,
-                                               NULL};
+    /* clang-format off */
+    static const dtrain_comm_hook_desc hook = {
+        "top-k", 1, true, true, dtrain__topk_plan, dtrain__topk_compress, dtrain__topk_exchange,
+        dtrain__topk_decompress, NULL};
+    /* clang-format on */
     return &hook;
 }

@@ -56,19 +56,19 @@ DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Find the index of a unit. The search begins at the last unit gathered: constant time in a
- * pass. */
-static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+/* Find the index of a unit. It begins at the last unit gathered: constant time in a pass. */
+static dtrain_result dtrain__find_unit(const dtrain_strategy *strategy, const char *call,
+                                       uint32_t id, uint32_t *at)
 {
     const dtrain__layout *layout = &strategy->layout;
     const uint32_t count = (uint32_t)layout->unit_count;
     const uint32_t from =
         strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
     for (uint32_t i = 0; i < count; i++) {
-        const uint32_t at = (from + i) % count;
-        if (layout->units[at].id == id) return at;
+        *at = (from + i) % count;
+        if (layout->units[*at].id == id) return DTRAIN_OK;
     }
-    return DTRAIN__NONE;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
 }
 
 /* Gather unit number `at`, and fetch unit `next`, which the pass needs next. The unit of shared
@@ -132,11 +132,9 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                                                 dtrain_pass pass)
 {
     const char *const call = "dtrain_strategy_gather";
+    uint32_t at;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call,
-                           unit);
+    DTRAIN__TRY(dtrain__find_unit(strategy, call, unit, &at));
     if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
                            (int)pass);
@@ -148,11 +146,9 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
+    uint32_t at;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    DTRAIN__TRY(dtrain__find_unit(strategy, "dtrain_strategy_release", unit, &at));
     if (at == strategy->backward) strategy->entered = false;
     dtrain__unit_show(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
