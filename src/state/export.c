@@ -583,7 +583,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
-        dtrain__notes_of(state->desc.strategy)->torn = dtrain__import_call;
+        dtrain__notes_of(state->desc.strategy)->failed_load = dtrain__import_call;
         result = dtrain__agree(state->comm, dtrain__import_values(&im));
     }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);

@@ -442,7 +442,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     DTRAIN__TRY(result);
-    dtrain__notes_of(state->desc.strategy)->torn = dtrain__load_call;
+    dtrain__notes_of(state->desc.strategy)->failed_load = dtrain__load_call;
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         const dtrain__held *saved = dtrain__saved_for(load, tensor);
@@ -523,7 +523,7 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
         int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
-        if (!damaged || (load->desc.partial && dtrain__notes_of(state->desc.strategy)->torn))
+        if (!damaged || (load->desc.partial && dtrain__notes_of(state->desc.strategy)->failed_load))
             return dtrain__outcome_return(&tried);
         dtrain__load_free(load);
         snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
@@ -553,8 +553,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.folder.path = path;
     const double start = dtrain_seconds();
     dtrain__notes *notes = dtrain__notes_of(state->desc.strategy);
-    const char *const torn = notes->torn; /* only a whole load clears it */
-    if (!load.desc.partial && !load.desc.values_only) notes->torn = NULL;
+    const char *const failed_load = notes->failed_load; /* only a whole load mends it */
+    if (!load.desc.partial && !load.desc.values_only) notes->failed_load = NULL;
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {
         const dtrain__manifest *m = &load.manifest;
@@ -567,7 +567,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
         memcpy(&own.metric, &m->metric_bits, sizeof own.metric);
         own.seconds = dtrain_seconds() - start;
         dtrain__give(abi, DTRAIN__ABI_load_info, &own, info);
-    } else if (!notes->torn) notes->torn = torn;
+    } else if (!notes->failed_load) notes->failed_load = failed_load;
     dtrain__load_free(&load);
     dtrain__steps_free(&load.steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);

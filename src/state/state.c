@@ -343,11 +343,11 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
     DTRAIN__GIVEN("dtrain_state_changed", state);
     dtrain_strategy *strategy = state->desc.strategy;
     dtrain__notes *notes = dtrain__notes_of(strategy);
-    const char *const torn = notes->torn;
-    notes->torn = NULL; /* cleared: values are consistent now */
+    const char *const failed_load = notes->failed_load;
+    notes->failed_load = NULL; /* values are whole again */
     dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
     if (result != DTRAIN_OK) {
-        notes->torn = torn;
+        notes->failed_load = failed_load;
         return result;
     }
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
