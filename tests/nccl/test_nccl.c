@@ -2,7 +2,7 @@
  * Ranks are processes. Expected values are naive loops over every rank's input, which is a function of
  * (rank, index); all values are small integers, so sums are exact in every data type.
  *
- * Built once for each NCCL_MOCK_VERSION that has a gate: tests/nccl/test_nccl.sh. */
+ * Built once for each NCCL_MOCK_VERSION that has a gate: tests/long/test_nccl.sh. */
 #include "test.h"
 #include "dtrain.h"
 #define DTRAIN_NCCL_LINKED

@@ -1,5 +1,5 @@
 /* What ranks may do differently, and calls at unusual moments: one small program for each defect that was found
- * there. tests/fuzz/programs.c looks for their relatives. */
+ * there. tests/fuzz/test_programs.c looks for their relatives. */
 #include "test.h"
 
 #include "dtrain.h"

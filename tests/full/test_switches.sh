@@ -44,7 +44,7 @@ for program in train_gpt resnet_cifar; do
         *) own="--data $tmp/cifar" ;;
     esac
     while [ $run -lt "$runs" ]; do
-        line=$(awk -v seed=$((seed + run)) -v program=$program -v tmp="$tmp" -f tests/cli/switches.awk)
+        line=$(awk -v seed=$((seed + run)) -v program=$program -v tmp="$tmp" -f tests/full/switches.awk)
         rm -rf "$tmp/checkpoints" "$tmp/events" "$tmp/config" "$tmp"/run.*
         timeout 100 "$build/$program" $own $line --config-out "$tmp/config" >"$tmp/out" 2>"$tmp/err"
         status=$?

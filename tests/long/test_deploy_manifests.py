@@ -1,9 +1,9 @@
 """What is in the manifests of examples/deploy/kubernetes, without a cluster.
 
-    python3 tests/cli/test_deploy_manifests.py check FILE...       structure, types, names that must agree
-    python3 tests/cli/test_deploy_manifests.py kubectl FILE...     what kubectl decodes into Go types is what is written
-    python3 tests/cli/test_deploy_manifests.py pods FILE FOLDER    what the platform would start, one FOLDER/NAME a pod
-    python3 tests/cli/test_deploy_manifests.py probes FILE         the commands of its exec probes, a line of JSON each
+    python3 tests/long/test_deploy_manifests.py check FILE...       structure, types, names that must agree
+    python3 tests/long/test_deploy_manifests.py kubectl FILE...     what kubectl decodes into Go types is what is written
+    python3 tests/long/test_deploy_manifests.py pods FILE FOLDER    what the platform would start, one FOLDER/NAME a pod
+    python3 tests/long/test_deploy_manifests.py probes FILE         the commands of its exec probes, a line of JSON each
 
 "check" holds every object against a description of the fields that are used here (SHAPES), written from the API
 references; a field that is not in it is an error, whether it is misspelt or only new: then describe it. The resources

@@ -4,7 +4,7 @@
 . tests/support/shell.sh
 cd "$tmp" || exit 1
 case $build in /*) ln -s "$build" build ;; *) ln -s "$OLDPWD/$build" build ;; esac
-tree=$OLDPWD press=$OLDPWD/tests/cli/press.py
+tree=$OLDPWD press=$OLDPWD/tests/long/press.py
 
 # ---- the run: a folder that is there is left as it is ----
 mkdir -p runs/sums && echo mine >runs/sums/log.jsonl

@@ -6,7 +6,7 @@
 take_ports
 python=${PYTHON:-python3}
 have "$python" || { skip "timelines" "no $python"; finish; }
-check() { "$python" tests/cli/check_trace.py "$@" >"$tmp/said" 2>&1; }
+check() { "$python" tests/long/check_trace.py "$@" >"$tmp/said" 2>&1; }
 gpt="$build/train_gpt --layers 2 --heads 2 --channels 64 --seq 64 --batch 8 --bucket-kib 64 --eval-batches 0 --sample 0 --threads 1 --timeout 20"
 traced() { rm -f "$tmp"/t.*; $gpt --trace "$tmp/t.json" --log "$tmp/t.log" "$@" >"$tmp/out" 2>&1; }
 
@@ -116,7 +116,7 @@ else skip "ranks whose clocks differ" "needs root and time namespaces" 6; fi
 [ -e "$build/dtrain.a" ] || make -s BUILD="$build" "$build/dtrain.a" || exit 1
 for tool in flight trace; do [ -e "$build/$tool" ] || make -s BUILD="$build" "$build/$tool" || exit 1; done
 mkdir "$tmp/long"
-try "a program with long names" ${CC:-cc} -std=c99 -pedantic -Wall -Wextra -Werror -I. tests/cli/long_names.c "$build/dtrain.a" \
+try "a program with long names" ${CC:-cc} -std=c99 -pedantic -Wall -Wextra -Werror -I. tests/long/long_names.c "$build/dtrain.a" \
     -o "$tmp/long_names" -lm -lpthread
 timeout 300 "$tmp/long_names" "$tmp/long" >"$tmp/out" 2>&1
 [ -s "$tmp/long/model.safetensors" ] && [ -s "$tmp/long/checkpoints/latest" ]

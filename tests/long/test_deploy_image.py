@@ -1,10 +1,10 @@
 """A container image without a container engine: the stages of a Dockerfile become root file systems, by its own RUN
 lines, and its ENTRYPOINT runs in one of them, in namespaces of its own, as its USER.
 
-    python3 tests/cli/test_deploy_image.py check DOCKERFILE
-    python3 tests/cli/test_deploy_image.py build DOCKERFILE TARGET FOLDER [debootstrap] [PREBUILT]
-    python3 tests/cli/test_deploy_image.py run FOLDER/TARGET VOLUMES ARGUMENTS...
-    python3 tests/cli/test_deploy_image.py pods FOLDER/TARGET VOLUMES PODS
+    python3 tests/long/test_deploy_image.py check DOCKERFILE
+    python3 tests/long/test_deploy_image.py build DOCKERFILE TARGET FOLDER [debootstrap] [PREBUILT]
+    python3 tests/long/test_deploy_image.py run FOLDER/TARGET VOLUMES ARGUMENTS...
+    python3 tests/long/test_deploy_image.py pods FOLDER/TARGET VOLUMES PODS
 
 "pods" runs what test_deploy_manifests.py has written into PODS, all pods on one machine without a network: each in the
 image, with its environment, as its user, under its names. PODS/NAME gets out and status; who makes PODS/NAME/TERM there

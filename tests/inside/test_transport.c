@@ -6,7 +6,7 @@
 #include "test_comm.c"
 #undef main
 #include "toy_transport.h"
-#include "world/world_internal.h" /* for naps, which need no transport of their own */
+#include "world/world_internal.h" /* for naps and circles, which need no transport of their own */
 
 static dtrain_comm_ops toy_ops;
 
@@ -165,6 +165,30 @@ static int rank_naps(dtrain_world *world, void *user)
 }
 static void test_naps(void) { ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_naps, NULL); }
 
+/* A rank whose wait ends with an error may go on in other communicators: its wait is no longer shown, so that nobody
+ * takes it for one of a circle. */
+static int rank_gives_up(dtrain_world *world, void *user)
+{
+    const int rank = dtrain_world_rank(world);
+    const uint64_t *shown = &world->control->long_waits[0].number;
+    const double end = test_seconds() + RANKS_SOON;
+    float x = 0;
+    dtrain_comm *twin;
+    (void)user;
+    world->long_wait_ns = 0; /* each wait is shown at once */
+    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, rank, &twin));
+    while (rank && !dtrain__load(shown) && test_seconds() < end) ranks_sleep_us(100);
+    if (rank) CHECK(dtrain__load(shown));
+    const dtrain_result got =
+        rank ? dtrain_broadcast(twin, &x, 1, DTRAIN_DTYPE_F32, 0, NULL) : dtrain_barrier(twin);
+    CHECK_MSG(got == DTRAIN_ERROR_MISMATCH, "%s", dtrain_last_error());
+    if (!rank) CHECK(!dtrain__load(shown));
+    RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+    dtrain_comm_destroy(twin);
+    return 0;
+}
+static void test_gives_up(void) { ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_gives_up, NULL); }
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -177,5 +201,6 @@ int main(int argc, char **argv)
     RUN(test_groups);
     RUN(test_failures);
     RUN(test_naps);
+    RUN(test_gives_up);
     return test_summary();
 }

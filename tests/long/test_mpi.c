@@ -1,4 +1,4 @@
-/* test_mpi.c: the communicator over MPI. tests/cli/test_mpi.sh builds it with each MPI and starts it:
+/* test_mpi.c: the communicator over MPI. tests/long/test_mpi.sh builds it with each MPI and starts it:
  *
  *     mpirun -n 4 test_mpi comm [part of a name]    what test_comm.c does with the local communicator
  *     mpirun -n 4 test_mpi mismatch 3               one way to fail: each rank judges its own error
@@ -360,8 +360,8 @@ static int rank_asleep(dtrain_world *world, void *user)
     return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (stuck in #2);");
 }
 
-/* Ranks that all receive before they send wait for the deadline, and hear for whom the rank waits that they wait
- * for. */
+/* Ranks that all receive before they send: ranks of one host find the circle, those of several wait for the deadline,
+ * and hear for whom the rank waits that they wait for. */
 static int rank_circle(dtrain_world *world, void *user)
 {
     dtrain_world_info info;
@@ -370,6 +370,7 @@ static int rank_circle(dtrain_world *world, void *user)
     dtrain_world_query(world, &info);
     const dtrain_result got = dtrain_recv(dtrain_world_comm(world), &x, 1, DTRAIN_DTYPE_F32,
                                           (info.rank + 1) % info.size, NULL);
+    if (info.node_count == 1) return judge(world, got, DTRAIN_ERROR_MISMATCH, "in a circle: rank ");
     return judge(world, got, DTRAIN_ERROR_TIMEOUT,
                  " in a circle; make the same calls on all of them, or if they are only slow");
 }

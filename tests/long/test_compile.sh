@@ -90,7 +90,7 @@ for c in gcc clang; do
     done
     [ $c = $ours ] || [ "$full" != 0 ] || continue
     try "$c -O1 -ffast-math -march=native finds overflows" sh -c "$c -std=c99 -O1 -ffast-math -march=native $warn \
-        -iquote src -Itests -Itests/support tests/unit/test_scaler.c '$build/impl.c' -o '$build/scaler_$c' $libs && '$build/scaler_$c'"
+        -iquote src -Itests -Itests/support tests/inside/test_scaler.c '$build/impl.c' -o '$build/scaler_$c' $libs && '$build/scaler_$c'"
 done
 # Each combination of rings links, runs, and names what it has not. The linker says which function of a ring that is left
 # out is called, the CPU device which kernel.

@@ -1,5 +1,5 @@
 /* monitor_run.c: trains a small model with every sink of the metrics, and dumps what histograms are made of, for
- * tests/cli/test_monitor.sh.
+ * tests/long/test_monitor.sh.
  *
  *     monitor_run DIRECTORY RANKS threads|processes STRATEGY FIRST END
  *

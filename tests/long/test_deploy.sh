@@ -1,5 +1,5 @@
 #!/bin/sh
-# What examples/deploy is for, without a container engine and without a cluster (Slurm: tests/cli/test_slurm.sh).
+# What examples/deploy is for, without a container engine and without a cluster (Slurm: tests/long/test_slurm.sh).
 #
 #   images       the Dockerfile's stages become root file systems by its own RUN lines, and runs begin, are stopped and go
 #                on in them as its user, on read-only roots, without a network, with a /dev/shm of 64 MiB. A base image is
@@ -12,8 +12,8 @@ PATH=$PATH:/usr/sbin:/sbin
 full=${DTRAIN_TEST_FULL:-0}
 python=${PYTHON:-python3}
 deploy=examples/deploy
-image() { "$python" tests/cli/test_deploy_image.py "$@"; }
-manifests() { "$python" tests/cli/test_deploy_manifests.py "$@"; }
+image() { "$python" tests/long/test_deploy_image.py "$@"; }
+manifests() { "$python" tests/long/test_deploy_manifests.py "$@"; }
 case $build in /*) ;; *) build=$PWD/$build ;; esac
 export BUILD="$build"
 # broken NAME PATTERN CHECK FILE EXPRESSION: what CHECK says of FILE after sed -E EXPRESSION
@@ -68,7 +68,7 @@ how=
 try "the RUN lines of Dockerfile.cpu make an image${how:+, from debootstrap and packages}" \
     image build $deploy/Dockerfile.cpu cpu "$images" ${how:-"$build"}
 [ -x "$images/cpu/usr/local/bin/train_gpt" ] || [ -x "$images/cpu/local/bin/train_gpt" ] || finish
-printf '%s\n' '#!/bin/sh' "exec $python tests/cli/test_deploy_image.py run $images/cpu $volumes \"\$@\"" >"$tmp/in_image"
+printf '%s\n' '#!/bin/sh' "exec $python tests/long/test_deploy_image.py run $images/cpu $volumes \"\$@\"" >"$tmp/in_image"
 chmod +x "$tmp/in_image"
 in_image=$tmp/in_image # a program: timeout starts it, and what it execs is the parent of process 1
 hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$1" | tail -n 1; }
@@ -126,7 +126,7 @@ wait $engine
 cluster() {
     rm -rf "$tmp/pods"; mkdir "$tmp/pods"
     manifests pods "$deploy/kubernetes/$1.yaml" "$tmp/pods" || return
-    timeout 100 "$python" tests/cli/test_deploy_image.py pods "$images/cpu" "$volumes" "$tmp/pods" >"$tmp/log" 2>&1
+    timeout 100 "$python" tests/long/test_deploy_image.py pods "$images/cpu" "$volumes" "$tmp/pods" >"$tmp/log" 2>&1
 }
 statuses() { sort -u "$tmp/pods"/*/status | tr '\n' ' '; }
 for kind in job indexed-job trainjob jobset pytorchjob; do

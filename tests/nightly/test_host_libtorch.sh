@@ -25,7 +25,7 @@ compile serial $host/serial.cpp & first=$!
 compile distributed $host/distributed.cpp & second=$!
 wait $first; result "serial.cpp compiles" $? "$tmp/serial.log"
 wait $second; result "distributed.cpp compiles" $? "$tmp/distributed.log"
-compile checks tests/cli/libtorch_checks.cpp & first=$!
+compile checks tests/nightly/libtorch_checks.cpp & first=$!
 compile bench bench/libtorch_ddp.cpp & second=$!
 wait $first; result "libtorch_checks.cpp compiles" $? "$tmp/checks.log"
 wait $second; result "libtorch_ddp.cpp compiles" $? "$tmp/bench.log"

@@ -1,5 +1,5 @@
 /* long_names.c: trains a model whose parameters have names as those of Hugging Face's models, for
- * tests/cli/test_trace.sh: its traces, checkpoint and export are in DIRECTORY, and dumps, because rank 1 leaves early.
+ * tests/long/test_trace.sh: its traces, checkpoint and export are in DIRECTORY, and dumps, because rank 1 leaves early.
  *
  *     long_names DIRECTORY */
 #include "dtrain.h"

@@ -2,6 +2,7 @@
 # mutants_pipeline.sh [WORD]: do the tests of pipelines notice what is broken in schedules, messages, stages, tied
 # weights, errors? Random programs over three axes (test_3d_programs) must fail for what makes wrong numbers,
 # test_pipeline_faults for what an error should say or who should get one, two others for halves and long messages,
+# test_circle for circles of waits.
 # WORD: only the mutants whose words have it.
 only=${1:-}
 . tests/scripts/mutants.sh
@@ -64,11 +65,42 @@ mutant "step: a missing gradient is the end" train/pipeline_step.c 's/    DTRAIN
 mutant "step: weights of a program's own do not count" train/pipeline_step.c 's/micro->weight = dtrain__notes_of(.*;/micro->weight = 1;/'
 mutant "step: a weight is that of later micro-batches too" train/pipeline_step.c 's/    return dtrain_strategy_weight(strategy, 1);.*/    return DTRAIN_OK;/'
 mutant "step: accumulate is the program's" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));.*//'
-mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__notes_of(strategy)->several = .*//;s/^    return dtrain__stages_create(/    if (trainer->desc.strategy) dtrain__notes_of(trainer->desc.strategy)->several = trainer->desc.micro_batches > 1;\n&/'
+mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__notes_of(strategy)->pipelined = .*//;s/^    return dtrain__stages_create(/    if (trainer->desc.strategy) dtrain__notes_of(trainer->desc.strategy)->pipelined = trainer->desc.micro_batches > 1;\n&/'
 mutant "step: every stage gives its weight" strategy/counts.c 's/if (strategy->groups.pipeline_rank)/if (false)/'
 mutant "settings: trainers differ" train/create.c 's/    if (trainer->compared) return DTRAIN_OK;/    if (true) return DTRAIN_OK;/'
 mutant "refused: Muon where it has a matrix alone" strategy/query.c 's/!strategy->layout.entries\[i\].whole/dtrain__shard_bucket(\&strategy->layout, i)/'
 mutant "refused: an evaluation without next_batch" train/trainer.c 's/    DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));//'
 
+arguments="--count 500"
+prepare test_circle
+mutant "circle: a new number at each look" comm/circle.c 's/if (!wait->number) dtrain__show_wait/dtrain__show_wait/'
+mutant "circle: an all-gather has no number" comm/circle.c 's/work->op.sequence : world->gather_count/work->op.sequence : 0/'
+mutant "circle: an all-gather that has begun has not" comm/circle.c 's/return world->gather_count >= sequence/return world->gather_count > sequence/'
+mutant "circle: a call of a communicator that is gone" comm/circle.c 's/if (!comm) return false/if (!comm) return true/'
+mutant "circle: a collective that has begun has not" comm/circle.c 's/return comm->sequence >= sequence/return comm->sequence > sequence/'
+mutant "circle: a message to another rank" comm/circle.c 's/if (!work->op.sequence \&\& comm->base.world_ranks\[work->op.what.root\] == waiter \&\&/if (!work->op.sequence \&\&/'
+mutant "circle: both send" comm/circle.c 's/            work->op.what.kind != dtrain__load(&other->kind))/            true)/'
+mutant "circle: ranks of the communicator" comm/circle.c 's/comm->base.world_ranks\[work->op.what.root\] == waiter/work->op.what.root == waiter/'
+mutant "circle: a message under way" comm/circle.c 's/            return true;/            return false;/'
+mutant "circle: confirmed facts are written again" comm/circle.c 's/if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;//'
+mutant "circle: facts of the awaited rank's older wait" comm/circle.c 's/dtrain__load(fact) >> 1 == (n << 31 | m)/dtrain__load(fact) >> 32 == n/'
+mutant "circle: facts of the waiter's older wait" comm/circle.c 's/dtrain__load(fact) >> 1 == (n << 31 | m)/(dtrain__load(fact) >> 1 \& 0x7fffffffu) == m/'
+mutant "circle: what has been heard is missing" comm/circle.c 's/ : !comm->transport->heard(\&comm->base, work->op.sequence, rank)/ : true/'
+mutant "circle: a message of any rank" comm/circle.c 's/if (message ? rank != work->op.what.root : /if (message ? false : /'
+mutant "circle: messages do not lag" comm/circle.c 's/? comm->transport->lags(\&comm->base, \&work->op, rank)/? true/'
+mutant "circle: what is done is missing" comm/circle.c 's/work \&\& (work->done || (work->op.sequence/work \&\& (false || (work->op.sequence/'
+mutant "circle: an older wait is confirmed" comm/circle.c 's/if (found\[i\] >> 32 != wait->number) found\[i\] = 0;//'
+mutant "circle: no grace" comm/circle.c 's/ || (work \&\& wait->last_ns - wait->facts_ns < comm->transport->grace_ns)//'
+mutant "circle: grace from the first fact on" comm/circle.c 's/if (sum != wait->facts) wait->facts_ns/if (!wait->facts) wait->facts_ns/'
+mutant "circle: nothing is moved before" comm/circle.c 's/    if (work) dtrain__engine_advance(comm);//'
+mutant "circle: moved before facts are read" comm/circle.c 's/    if (work) dtrain__engine_advance(comm);//;s/^    const int size = work/    if (work) dtrain__engine_advance(comm);\n&/'
+mutant "circle: confirmed without a second look" comm/circle.c 's/ \&\& (!work || dtrain__waits_for(comm, work, i))//'
+mutant "circle: another fact is confirmed" comm/circle.c 's/dtrain__store(at\[i\], found\[i\] | 1)/dtrain__store(at[i], dtrain__load(at[i]) | 1)/'
+mutant "circle: of facts that nobody confirmed" comm/circle.c 's/if (!(fact \& 1) || /if (/'
+mutant "circle: of waits that are over" comm/circle.c 's/ ends_after != waits\[reached\[at\]\] ||//'
+mutant "circle: of waits that ended with errors" comm/circle.c 's/ || fact >> 32 != number) continue/) continue/;s/waits\[i\] = number/waits[i] = fact >> 32/'
+mutant "circle: a long one" comm/circle.c 's/for (int i = 0; i < world->size; i++) {\n            const uint64_t fact = dtrain__load(&world->control->facts\[re/&/;s/if (i == world->rank) {/if (i == world->rank \&\& at + 1 >= count) {/'
+mutant "circle: short waits" comm/circle.c 's/if (wait->waited_ns < world->long_wait_ns ||/if (/'
+mutant "circle: at every poll" comm/circle.c 's/        wait->last_ns - wait->looked_ns < world->long_wait_ns \/ 512)/        false)/'
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

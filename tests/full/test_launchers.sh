@@ -1,6 +1,6 @@
 #!/bin/sh
 # train_gpt under launchers: processes with torchrun's variables, torchrun and mpirun where they are
-# installed (srun: tests/cli/test_slurm.sh), network namespaces as hosts. Ranks that a launcher starts compute the same bits as
+# installed (srun: tests/long/test_slurm.sh), network namespaces as hosts. Ranks that a launcher starts compute the same bits as
 # ranks that dtrain_launch forks; a killed rank ends all; nothing is left behind.
 . tests/support/shell.sh
 take_ports
