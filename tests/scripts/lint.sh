@@ -89,7 +89,6 @@ unclear_lines=$(grep -r -h -w -i -E "$unclear" src | wc -l)
 functions=158 structs=113 fields=1082
 unshown='dtrain_collective_result for authors of a transport
 dtrain_device_account for authors of a device
-dtrain_loss_scaler_update for loops without the trainer
 dtrain_tape_(query|recompute) for loops without the trainer
 dtrain_work_test for programs that poll'
 names=$(sed -n 's/^### //p' docs/api.md)
