@@ -474,7 +474,8 @@ typedef struct dtrain_batchnorm_args {
     void *d_residual;           /* written by sums; or NULL */
     void *d_x;                  /* written by backward */
     bool accumulate;            /* to d_residual, or to d_x */
-} dtrain_batchnorm_args, dtrain_batchnorm_moments_args, dtrain_batchnorm_sums_args,
+} dtrain_batchnorm_args;
+typedef dtrain_batchnorm_args dtrain_batchnorm_moments_args, dtrain_batchnorm_sums_args,
     dtrain_batchnorm_backward_args;
 
 /* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an
