@@ -117,7 +117,6 @@ static dtrain_strategy_desc strategy_desc(const method *m)
     dtrain_strategy_desc desc = {0};
     desc.no_overlap = !m->overlap;
     desc.bucket_bytes = m->bucket_bytes;
-    desc.first_bucket_bytes = m->bucket_bytes < ONE_BUCKET ? MIB : m->bucket_bytes;
     desc.reduce_dtype = m->reduce_dtype;
     desc.hierarchical = m->hierarchical;
     return desc;

@@ -7,6 +7,7 @@
  *            ./mlp 2 FOLDER             two ranks learn CIFAR-10 from FOLDER, which holds
  *                                       data_batch_1.bin to data_batch_5.bin and test_batch.bin
  *            ./mlp 1 --device cuda
+ *            ./mlp 2 --fp16             layers compute in fp16, and the loss is scaled for it
  *   expect:
  *     epoch   6  training loss 0.5858  test accuracy  66.0 %
  *     epoch  12  training loss 0.2678  test accuracy  91.5 %
@@ -38,6 +39,7 @@ enum { BATCH = 96, TEST_BATCH = 256, PIXELS = 3 * 32 * 32 };
 typedef struct task {
     const char *folder; /* of CIFAR-10; NULL: spirals */
     int64_t width, hidden, classes, epochs;
+    bool fp16;
 } task;
 
 /* Draw points of two noisy spirals of one and a half turns; each spiral is a class. */
@@ -202,6 +204,7 @@ static int train(dtrain_world *world, void *user)
                                       .lr = 3e-3f,
                                       .warmup_steps = 10,
                                       .total_steps = d->epochs * steps};
+    dtrain_loss_scaler scaler = {.scale = d->fp16 ? 65536 : 1}; /* torch.amp.GradScaler */
     declare(params, d);
     CHECK(dtrain_strategy_create(world, params, PARAMS, NULL, &strategy)); /* NULL: plain DDP */
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
@@ -212,16 +215,17 @@ static int train(dtrain_world *world, void *user)
         double share;
         for (int64_t step = 0; step < steps; step++) {
             CHECK(dtrain_loader_next(train_loader, x, labels));
-            CHECK(dtrain_tape_begin(tape, 0, 0));
+            CHECK(dtrain_tape_begin(tape, d->fp16 ? DTRAIN_TAPE_F16 : 0, 0));
             dtrain_tensor *mean = dtrain_cross_entropy(
                 tape, forward(tape, params, d, x, batch),
                 dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &batch, labels, false), 0, 0);
             CHECK(dtrain_tensor_read(tape, mean, &loss, NULL));
-            CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces each gradient once it is final */
+            CHECK(dtrain_tape_backward(tape, mean, scaler.scale)); /* reduces each final gradient */
             CHECK(dtrain_strategy_finish(strategy));
-            CHECK(dtrain_grad_norm(strategy, NULL, 1, &norm, &clip));
-            CHECK(dtrain_optimizer_step(optimizer,
-                                        dtrain_schedule_lr(&schedule, epoch * steps + step), clip));
+            CHECK(dtrain_grad_norm(strategy, &scaler, 1, &norm, &clip)); /* clip unscales, too */
+            const float lr = dtrain_schedule_lr(&schedule, epoch * steps + step);
+            if (isfinite(norm)) CHECK(dtrain_optimizer_step(optimizer, lr, clip));
+            if (d->fp16) CHECK(dtrain_loss_scaler_update(&scaler, !isfinite(norm)));
             sum += loss / (float)steps;
         }
         if ((epoch + 1) % (d->epochs / 10)) continue;
@@ -255,10 +259,12 @@ int main(int argc, char **argv)
         char *end;
         const unsigned long number = strtoul(argv[a], &end, 10);
         if (strcmp(argv[a], "--device") == 0 && a + 1 < argc) device = argv[++a];
+        else if (strcmp(argv[a], "--fp16") == 0) d.fp16 = true;
         else if (*end == 0 && number > 0) desc.rank_count = (uint32_t)number;
         else if (!d.folder && argv[a][0] != '-') d.folder = argv[a];
         else {
-            fprintf(stderr, "usage: mlp [RANKS] [FOLDER] [--device cpu|cuda], not \"%s\"\n",
+            fprintf(stderr,
+                    "usage: mlp [RANKS] [FOLDER] [--device cpu|cuda] [--fp16], not \"%s\"\n",
                     argv[a]);
             return 2;
         }

@@ -25,7 +25,7 @@
     GROWS(launch_info, restart_count, 28) GROWS(launch_place, restart_count, 20) \
     GROWS(world_info, comm_given, 72) GROWS(mesh_desc, rank, 32) \
     GROWS(mesh_info, sequence_parallel, 33) \
-    GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
+    GROWS(strategy_desc, compression, 120) GROWS(strategy_info, reason, 800) \
     GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
     GROWS(state_desc, comm, 80) GROWS(checkpoint_desc, state, 48) \
     GROWS(checkpoint_info, snapshot_bytes, 56) GROWS(load_desc, storage, 16) \

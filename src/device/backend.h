@@ -30,7 +30,10 @@ typedef struct dtrain_step_scalars {
 
 /* C (m,n) = act(alpha op(A) (m,k) op(B) (k,n) + beta C + bias (n)), accumulated in fp32.
  * lda, ldb, ldc are elements between stored rows. beta == 0 does not read C. aux, if not NULL,
- * receives the value before the activation for backward (dtype and ld of C). */
+ * receives the value before the activation for backward (dtype and ld of C).
+ *
+ * bias completes a C that was summed over ranks first: C = act(C + bias), with m, n, c, ldc = n,
+ * c_dtype, bias, aux and activation. */
 typedef struct dtrain_gemm_args {
     uint32_t flags, activation;
     int64_t m, n, k;
@@ -43,7 +46,7 @@ typedef struct dtrain_gemm_args {
     void *aux;                              /* (m,n) or NULL */
     float *bias_grad;                       /* see the flags; or NULL */
     bool accumulate_bias_grad;
-} dtrain_gemm_args;
+} dtrain_gemm_args, dtrain_bias_args;
 
 /* d_in = d_out * act'(x), where x is the GEMM's aux; d_bias (n) = column sums of d_in. d_in can be
  * d_out; d_bias can be NULL. With DTRAIN_ACTIVATION_NONE x is not read, and with d_in == d_out only
@@ -57,17 +60,6 @@ typedef struct dtrain_activation_backward_args {
     float *d_bias;         /* (n) or NULL */
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
-
-/* y = act(y + bias), in place, after a GEMM and a sum of its C over ranks. aux, if not NULL,
- * receives y + bias. */
-typedef struct dtrain_bias_args {
-    int64_t rows, n;
-    void *y;           /* (rows,n) */
-    const float *bias; /* (n) or NULL */
-    void *aux;         /* (rows,n) or NULL */
-    uint32_t activation;
-    dtrain_dtype dtype; /* of y and aux: F32, BF16 or F16 */
-} dtrain_bias_args;
 
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). With `mean` NULL the mean is 0: the root mean square norm of Zhang and
@@ -364,6 +356,17 @@ typedef struct dtrain_optimizer_tensor {
     float *m, *v; /* AdamW's moments; m: momentum of Lion, Muon and SGD (NULL if momentum is 0) */
 } dtrain_optimizer_tensor;
 
+/* The elementwise stages of Muon, each a call for one tensor; optim/muon.c has all of it, with gemm
+ * between them:
+ *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
+ *   NORMALIZE   x = x / (sqrt(sum_squares[0]) + epsilon)
+ *   STEP        value = value (1 - lr*weight_decay) - lr*scale*x */
+typedef enum dtrain_muon_stage {
+    DTRAIN_MUON_MOMENTUM = 0,
+    DTRAIN_MUON_NORMALIZE = 1,
+    DTRAIN_MUON_STEP = 2
+} dtrain_muon_stage;
+
 /* One fused pass over all tensors, with g = grad * grad_scale:
  *
  * AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)
@@ -386,29 +389,14 @@ typedef struct dtrain_optimizer_args {
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
     float lr_scale;                     /* of the rate in scalars */
     bool wide;                          /* AdamW, SGD: all arrays are doubles, two floats each */
+
+    uint32_t stage; /* dtrain_muon_stage; this and what follows: Muon */
+    float scale;
+    float *x;                  /* (tensors->count) */
+    const double *sum_squares; /* (1) device memory */
 } dtrain_optimizer_args;
-typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args;
-
-/* The elementwise stages of Muon, one call each; optim/muon.c has the gemm between them:
- *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
- *   NORMALIZE   x = x / (sqrt(sum_squares[0]) + epsilon)
- *   STEP        value = value (1 - lr*weight_decay) - lr*scale*x */
-typedef enum dtrain_muon_stage {
-    DTRAIN_MUON_MOMENTUM = 0,
-    DTRAIN_MUON_NORMALIZE = 1,
-    DTRAIN_MUON_STEP = 2
-} dtrain_muon_stage;
-
-typedef struct dtrain_muon_args {
-    uint32_t stage;                        /* dtrain_muon_stage */
-    const dtrain_optimizer_tensor *tensor; /* (1) host memory */
-    float *x;                              /* (tensor->count) */
-    float lr, momentum, grad_scale, scale, epsilon;
-    bool nesterov;
-    const double *sum_squares;          /* (1) device memory */
-    const dtrain_step_scalars *scalars; /* as in dtrain_optimizer_args */
-    float lr_scale;
-} dtrain_muon_args;
+typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args,
+    dtrain_muon_args;
 
 /* The k elements of largest magnitude of x, or of residual + x with error feedback (Stich et al.,
  * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
@@ -445,14 +433,9 @@ typedef struct dtrain_scatter_add_args {
  *     sums         x, y, d_y -> this rank's part of two sums over all rows
  *     backward     x, y, d_y, the sums of all ranks -> d_x
  *
- * part (1 + 2 n): number of rows, means, sums of squared deviations from the means. Sums of many
- * rows are taken in double or over chunks that depend only on the arguments. */
-typedef struct dtrain_batchnorm_moments_args {
-    int64_t rows, n;
-    const void *x;
-    float *part;
-    dtrain_dtype dtype; /* of x */
-} dtrain_batchnorm_moments_args;
+ * part (1 + 2 n), which moments writes to `sums`: number of rows, means, sums of squared deviations
+ * from the means. Sums of many rows are taken in double or over chunks that depend only on the
+ * arguments. */
 
 /* running = (1 - momentum) running + momentum new, with the unbiased variance. With parts 0, mean
  * and rstd come from the running averages, which do not change. */
@@ -482,12 +465,14 @@ typedef struct dtrain_batchnorm_args {
     dtrain_dtype dtype; /* of x, residual, y and their gradients */
 
     const void *d_y;
-    float *sums;                /* (2 n), written by sums */
+    float *sums;                /* (2 n), written by sums; (1 + 2 n) by moments */
     const float *inverse_count; /* (1) */
     void *d_residual;           /* written by sums; or NULL */
     void *d_x;                  /* written by backward */
     bool accumulate;            /* to d_residual, or to d_x */
-} dtrain_batchnorm_args, dtrain_batchnorm_sums_args, dtrain_batchnorm_backward_args;
+} dtrain_batchnorm_args;
+typedef dtrain_batchnorm_args dtrain_batchnorm_moments_args, dtrain_batchnorm_sums_args,
+    dtrain_batchnorm_backward_args;
 
 /* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an
  * image has tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the corresponding

@@ -118,24 +118,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtr
         const dtrain_param *param = sources[i]->param;
         const int64_t rows = param->shape[0], columns = param->count / rows;
         dtrain__muon muon = *scratch; /* iterations exchange x and y */
-        dtrain_muon_args args;
+        dtrain_muon_args args = *step;
         dtrain_sum_args sum;
-        memset(&args, 0, sizeof args);
+        args.tensors = &step->tensors[i];
+        args.tensor_count = 1;
         args.stage = DTRAIN_MUON_MOMENTUM;
-        args.tensor = &step->tensors[i];
         args.x = muon.x;
-        args.lr = step->lr;
-        args.momentum = step->momentum;
-        args.grad_scale = step->grad_scale;
         args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
-        args.epsilon = step->epsilon;
-        args.nesterov = step->nesterov;
         args.sum_squares = muon.sum;
-        args.scalars = step->scalars;
-        args.lr_scale = step->lr_scale;
         DTRAIN__TRY(device->ops->muon(device, &args));
         memset(&sum, 0, sizeof sum);
-        sum.count = args.tensor->count;
+        sum.count = args.tensors->count;
         sum.squares = true;
         sum.scale = 1;
         sum.x = muon.x;

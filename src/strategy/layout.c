@@ -188,11 +188,13 @@ static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit,
 }
 
 /* Fill buckets from the last parameter on, up to a cap, which only a single large gradient may
- * exceed. A tied gradient is final when backward has come to its first entry, the storage; its
- * place in the order is there. */
+ * exceed. By default the first bucket is small, so that communication starts early. A tied gradient
+ * is final when backward has come to its first entry, the storage; its place in the order is
+ * there. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
-    size_t cap = layout->desc->first_bucket_bytes;
+    const size_t usual = layout->desc->bucket_bytes;
+    size_t cap = usual == DTRAIN__BUCKET_BYTES ? 1u << 20 : usual;
     int64_t filled = 0; /* words, of even parts */
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
@@ -204,7 +206,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
             dtrain__bucket_close(layout, last);
             last = NULL;
             filled = 0;
-            cap = layout->desc->bucket_bytes;
+            cap = usual;
         }
         if (!last) last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded);
         dtrain__bucket_add(layout, last, i);

@@ -21,7 +21,8 @@
 #include "strategy/core_view_internal.h"
 #include "device/device.h"
 
-#define DTRAIN__NONE UINT32_MAX /* no unit, no owner */
+#define DTRAIN__NONE UINT32_MAX                 /* no unit, no owner */
+#define DTRAIN__BUCKET_BYTES ((size_t)25 << 20) /* of a bucket but the first one, by default */
 
 /* The classes of memory that are sharded: optimizer state, gradients, parameters. */
 typedef struct dtrain__classes {

@@ -22,16 +22,15 @@
 /* True if the step has further backwards, on any rank: then weights matter. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
-    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
-            strategy->notes.pipelined);
+    return strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
+           strategy->notes.pipelined;
 }
 
 /* Agree once on the size of a full batch: the largest `terms` of all ranks. `terms` counts the
  * samples of this rank's first micro-batch, ignored ones included; 0: not counted. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms)
 {
-    if (strategy->full_batch || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
+    if (strategy->full_batch) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
         dtrain__call_label(strategy->world, "size of a full batch", 0, "");
         DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
@@ -62,7 +61,7 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples)
 {
-    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
+    if (!samples->terms) return 0;
     const bool weighs = dtrain__weighs(strategy);
     strategy->notes.weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
@@ -126,7 +125,7 @@ static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t num
         "and %lld in an earlier pass of this step or evaluation, and %lld ranks have samples "
         "of the second alone; no weight of a pass makes both the mean over all their samples. "
         "Write an auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight "
-        "of the other, or choose DTRAIN_AVERAGE_MEANS",
+        "of the other",
         (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
         (long long)all[2]);
 }
@@ -150,7 +149,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32
 {
     const bool *agreed = &strategy->sums_agreed[strategy->evaluates];
     const uint32_t made = strategy->sums_made[strategy->evaluates];
-    bool more = strategy->join_loss && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES;
+    bool more = strategy->join_loss != NULL;
     while (more && (!*agreed || (joins && sums < made))) {
         int64_t all[4] = {0, 0, 0, !joins};
         DTRAIN__TRY(dtrain__sum_samples(strategy, sums++, all));
@@ -168,8 +167,7 @@ DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool b
 
 DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)
 {
-    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
+    return strategy->evaluates || (!forward_only && dtrain__weighs(strategy));
 }
 
 /* ---- A rank without a batch -------------------------------------------------------------------*/

@@ -135,7 +135,6 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
     dtrain_gemm_args gemm = layer->forward;
     dtrain__chunk *all = NULL;
-    dtrain_bias_args bias;
     if (layer->gathers || layer->scatters) {
         all = dtrain__scratch_take(op->tape, gemm.m * (layer->gathers ? gemm.k : gemm.n), op->cast);
         if (!all) return op->tape->error;
@@ -163,15 +162,11 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     else DTRAIN__TRY(dtrain__sum_values(op, gemm.c, gemm.m * gemm.n, gemm.c_dtype, NULL));
     dtrain__scratch_give(all);
     if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
-    memset(&bias, 0, sizeof bias);
-    bias.rows = op->outputs[0]->count / gemm.n;
-    bias.n = gemm.n;
-    bias.y = op->output_data[0];
-    bias.bias = layer->forward.bias;
-    bias.aux = layer->forward.aux;
-    bias.activation = layer->forward.activation;
-    bias.dtype = gemm.c_dtype;
-    return op->device->ops->bias(op->device, &bias);
+    gemm = layer->forward;
+    gemm.m = op->outputs[0]->count / gemm.n;
+    gemm.c = op->output_data[0];
+    gemm.ldc = gemm.n;
+    return op->device->ops->bias(op->device, &gemm);
 }
 
 /* ---- Backward

@@ -168,7 +168,6 @@ DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
 
 typedef struct dtrain__batch_norm {
     dtrain_batch_norm_desc desc;
-    dtrain_batchnorm_moments_args moments;
     dtrain_batchnorm_statistics_args statistics;
     dtrain_batchnorm_args forward;
     bool known; /* mean and rstd have been computed */
@@ -233,12 +232,6 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
 
     float *all = dtrain__batch_norm_floats(op, part * ranks);
-    layer->moments.rows = forward->rows;
-    layer->moments.n = n;
-    layer->moments.x = op->input_data[0];
-    layer->moments.part = ranks > 1 ? dtrain__batch_norm_floats(op, part) : all;
-    layer->moments.dtype = (dtrain_dtype)x->dtype;
-
     statistics->parts = batch ? ranks : 0; /* none: the running averages */
     statistics->epsilon = layer->desc.epsilon > 0 ? layer->desc.epsilon : 1e-5f;
     statistics->momentum = layer->desc.momentum > 0 ? layer->desc.momentum : 0.1f;
@@ -260,6 +253,7 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     forward->bias = (const float *)op->param_data[1];
     forward->y = op->output_data[0];
     forward->dtype = (dtrain_dtype)x->dtype;
+    forward->sums = ranks > 1 ? dtrain__batch_norm_floats(op, part) : all; /* of moments */
     if (forward->activation != DTRAIN_ACTIVATION_NONE) op->reads |= DTRAIN_OP_READS_OUTPUTS;
     return DTRAIN_OK;
 }
@@ -269,21 +263,21 @@ static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
 {
     dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
     const dtrain_device_ops *ops = op->device->ops;
-    const dtrain_batchnorm_moments_args *moments = &layer->moments;
+    const dtrain_batchnorm_args *forward = &layer->forward;
     const int parts = layer->known ? 0 : (int)layer->statistics.parts;
-    if (parts) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
+    if (parts) DTRAIN__TRY(ops->batchnorm_moments(op->device, forward));
     if (parts > 1) {
         dtrain_work *work = NULL;
         if (op->tape->strategy)
             dtrain__notes_of(op->tape->strategy)->batch_comm = layer->desc.comm->number;
-        DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
+        DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, forward->sums,
                                       (void *)(uintptr_t)layer->statistics.all,
-                                      (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));
+                                      (size_t)(1 + 2 * forward->n), DTRAIN_DTYPE_F32, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
     }
     if (!layer->known) DTRAIN__TRY(ops->batchnorm_statistics(op->device, &layer->statistics));
     layer->known = true;
-    return ops->batchnorm(op->device, &layer->forward);
+    return ops->batchnorm(op->device, forward);
 }
 
 static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)

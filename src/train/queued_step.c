@@ -33,8 +33,7 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain__micro *queued = &trainer->micros[micro];
-    if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
-        return queued->weight;
+    if (!queued->samples.terms) return queued->weight;
     if (trainer->data_ranks == 1 && trainer->desc.micro_batches == 1)
         return dtrain__samples_count(&queued->samples) > 0;
     return dtrain__weight_of(strategy, &queued->samples);

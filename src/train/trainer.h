@@ -140,10 +140,9 @@ typedef struct dtrain_added_figure {
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
-    int64_t step;    /* from 1: how many are done with this one */
-    double loss;     /* mean over the samples of all micro-batches and ranks; 0 without any. With
-                         DTRAIN_AVERAGE_MEANS over micro-batches and ranks, each counting alike */
-    double val_loss; /* NaN unless the host evaluated and set it */
+    int64_t step;        /* from 1: how many are done with this one */
+    double loss;         /* mean over the samples of all micro-batches and ranks; 0 without any */
+    double val_loss;     /* NaN unless the host evaluated and set it */
     double val_accuracy; /* share of right answers, 0 to 1; likewise */
     double grad_norm;    /* before clipping */
     double lr;

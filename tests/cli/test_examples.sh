@@ -149,6 +149,7 @@ bad "parallel_3d, samples that cannot be divided" "--batch 9 should be" $cubic -
 # answer can be right that was not learned from it.
 good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
 good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
+good "mlp in fp16" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2 --fp16
 # cnn: accuracy rises from chance, and one rank learns what two learn together.
 if [ "$full" != 0 ]; then
     good "cnn, 2 ranks" "step 600 .* accuracy 9[5-9]" "$build/cnn"

@@ -241,7 +241,7 @@ static int train_main(dtrain_world *world, void *user)
     lossy.topk_ratio = 0.1f;
     ddp.hierarchical = how->node_size > 0;
     ddp.node_size = how->node_size;
-    if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;
+    if (how->bucket_bytes) ddp.bucket_bytes = how->bucket_bytes;
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &ddp, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
     desc.micro_batches = how->accumulation;

@@ -480,7 +480,6 @@ static field_case usual(int ranks, uint32_t compression)
     c.how.dense_below = 100;
     c.how.dense_steps = 0;
     c.how.topk_ratio = 0.03f;
-    c.desc.first_bucket_bytes = 500;
     c.desc.bucket_bytes = 5000;
     return c;
 }
@@ -578,7 +577,6 @@ static void test_topk_same_bits(void)
     size_t i;
     for (i = 0; i < 12; i++) {
         field_case c = usual(3, DTRAIN_COMPRESSION_TOPK);
-        c.desc.first_bucket_bytes = i % 3 ? 64 : 0;
         c.desc.bucket_bytes = buckets[i % 4];
         c.desc.no_overlap = i / 2 % 2 != 0;
         c.copying = (int)i % 3;
@@ -1195,7 +1193,7 @@ static settings squares_desc(uint32_t compression)
     desc.how.kind = compression;
     desc.how.dense_steps = 1;
     desc.how.topk_ratio = 0.01f;
-    desc.base.first_bucket_bytes = desc.base.bucket_bytes = 7000;
+    desc.base.bucket_bytes = 7000;
     return desc;
 }
 
@@ -1504,7 +1502,7 @@ static int state_rank(dtrain_world *world, void *user)
     for (part = 0; part < 3;
          part++) { /* all steps; the first half; the second, with other buckets */
         if (part == 2 && !desc.base.hierarchical) /* there buckets say which piece is whose */
-            desc.base.first_bucket_bytes = 64, desc.base.bucket_bytes = (size_t)1 << 20;
+            desc.base.bucket_bytes = (size_t)1 << 20;
         squares_init(m);
         RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
         if (part == 2) CHECK(state_copy(s, store, false) == copied);

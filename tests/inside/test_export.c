@@ -188,7 +188,6 @@ static int job_main(dtrain_world *world, void *user)
     desc.hierarchical = j->hierarchical;
     desc.keep_after_forward =
         j->kind >= DTRAIN_STRATEGY_FULL_SHARD; /* a read leaves units behind */
-    desc.first_bucket_bytes = 500;
     desc.bucket_bytes = 2000;
     desc.init_seed = j->seed;
     dtrain_result result = dtrain_strategy_create(world, params, PARAMS, &desc, &strategy);

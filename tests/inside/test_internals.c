@@ -46,7 +46,6 @@ static void test_bucket_plan(void)
         int64_t next = 0, total = 0;
         size_t bucket = 0;
         desc.kind = DTRAIN_STRATEGY_DDP;
-        desc.first_bucket_bytes = cap / 2;
         desc.bucket_bytes = cap;
         for (size_t i = 0; i < N; i++) {
             p[i] = ranks_param("x", NULL, NULL, counts[i], 0);
@@ -67,7 +66,7 @@ static void test_bucket_plan(void)
             next += (counts[i] + 15) / 16 * 16;
         }
         for (size_t b = 0; b < layout.bucket_count; b++) {
-            const size_t limit = b == 0 ? cap / 2 : cap;
+            const size_t limit = cap;
             size_t inside = 0;
             for (size_t k = 0; k < N; k++)
                 inside += k != 3 && counts[k] && layout.entries[k].bucket == &layout.buckets[b];

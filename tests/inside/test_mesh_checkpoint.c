@@ -333,7 +333,6 @@ static dtrain_result rank_open(dtrain_world *world, rank_of *s)
     how.mesh = s->mesh;
     how.init_seed = 3;
     how.compression = j->compression ? &less : NULL;
-    how.first_bucket_bytes = 200 + j->seed % 5 * 300;
     how.bucket_bytes = 400 + j->seed % 7 * 900;
     if (j->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
         how.node_size = (uint32_t)(j->d > 2 ? j->d / 2 : 1);

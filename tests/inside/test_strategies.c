@@ -804,7 +804,7 @@ static dtrain_strategy_desc hand_desc(const hand_run *run)
     desc.kind = run->kind;
     desc.accumulation = DTRAIN_ACCUMULATION_LAST;
     desc.node_size = run->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? (uint32_t)run->ranks : 0;
-    desc.bucket_bytes = desc.first_bucket_bytes = 64;
+    desc.bucket_bytes = 64;
     return desc;
 }
 
@@ -1089,7 +1089,6 @@ static int zeroed_rank(dtrain_world *world, void *user)
         CHECK(kind == DTRAIN_STRATEGY_AUTO || info.desc.kind == expected);
         CHECK(strcmp(info.name, strategy_kind_name(info.desc.kind)) == 0);
         CHECK(!info.desc.keep_after_forward && info.desc.optimizer_states == 2);
-        CHECK(info.desc.first_bucket_bytes == (size_t)1 << 20);
         CHECK(info.desc.bucket_bytes == (size_t)25 << 20);
         CHECK(info.desc.accumulation != DTRAIN_ACCUMULATION_DEFAULT);
         CHECK((info.desc.compression != NULL) == (kind == 0) && info.desc.compression != &topk);

@@ -520,7 +520,7 @@ static void test_muon(void)
             const dtrain_optimizer_tensor one = {n, 0.01f, value, g, moment, NULL};
             dtrain_muon_args a;
             memset(&a, 0, sizeof a);
-            a.tensor = &one;
+            a.tensors = &one;
             a.x = x;
             a.lr = 0.1f, a.momentum = 0.95f, a.grad_scale = 2, a.scale = 1.5f, a.epsilon = 0.5f;
             a.nesterov = nesterov != 0;
@@ -865,7 +865,8 @@ static void batchnorm_case(int64_t rows, int64_t n)
         dtrain_device *d = devices[t];
         float *got[4], *mean = floats(n), *rstd = floats(n), share;
         for (int i = 0; i < 4; i++) got[i] = floats(counts[i]);
-        const dtrain_batchnorm_moments_args moments = {rows, n, x, got[0], DTRAIN_DTYPE_F32};
+        const dtrain_batchnorm_moments_args moments = {
+            .rows = rows, .n = n, .x = x, .sums = got[0], .dtype = DTRAIN_DTYPE_F32};
         const dtrain_batchnorm_statistics_args statistics = {1,    n,    1e-3f,  0.1f, got[0],
                                                              mean, rstd, &share, NULL, NULL};
         const dtrain_batchnorm_args forward = {.rows = rows,

@@ -691,7 +691,7 @@ static void test_muon(void)
                 dtrain_muon_args args;
                 memset(&args, 0, sizeof args);
                 args.stage = stage;
-                args.tensor = &tensor;
+                args.tensors = &tensor;
                 args.x = f32(x, side);
                 args.lr = 0.01f, args.momentum = 0.9f, args.grad_scale = 0.5f;
                 args.scale = 1.5f, args.epsilon = 0.25f, args.lr_scale = 0.5f;
@@ -765,7 +765,8 @@ static void batchnorm_case(int64_t rows, int64_t n, dtrain_dtype type, bool relu
             naive_put(x->of[side], type, i,
                       naive_get(x->of[side], type, i) + (double)(i % n % 3) * 8);
     }
-    ON_BOTH(batchnorm_moments, moments, {rows, n, any(x, side), f32(all, side), type})
+    ON_BOTH(batchnorm_moments, moments,
+            {.rows = rows, .n = n, .x = any(x, side), .sums = f32(all, side), .dtype = type})
     same(all, 2e-5 * (double)rows, "moments");
     ON_BOTH(batchnorm_statistics, statistics,
             {2, n, 1e-5f, 0.3f, f32(all, side), f32(mean, side), f32(rstd, side), f32(share, side),

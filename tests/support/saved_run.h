@@ -385,7 +385,6 @@ static inline saved_run *saved_new(int ranks, uint32_t kind)
     r->ranks = ranks;
     r->mode = DTRAIN_LAUNCH_THREADS;
     r->strategy.kind = kind;
-    r->strategy.first_bucket_bytes = 500;
     r->strategy.bucket_bytes = 2000;
     r->strategy.init_seed = 3;
     r->micro = 1;

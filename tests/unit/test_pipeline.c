@@ -288,7 +288,7 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     line.kind = s->schedule, line.chunks = s->chunks,
     line.units = s->of_stage[0] && s->pipeline > 1 ? s->of_stage : NULL;
     desc.kind = s->kind, desc.mesh = mesh, desc.pipeline = &line, desc.init_seed = s->seed;
-    desc.bucket_bytes = desc.first_bucket_bytes = 4096;
+    desc.bucket_bytes = 4096;
     dtrain_compression_desc compression;
     memset(&compression, 0, sizeof compression);
     compression.kind = DTRAIN_COMPRESSION_TOPK;

@@ -25,7 +25,7 @@ typedef struct run {
     uint32_t kind;
     int64_t ends[MAX_RANKS];    /* micro-batches that a rank's data has; 0: it has no end */
     bool end_ignored;           /* behind it no target counts, and ranks go on */
-    uint32_t average, missing;  /* of the strategy */
+    uint32_t missing;           /* of the strategy */
     int freeze_from, freeze_to; /* steps in which out.weight is frozen */
     uint32_t terms;             /* of the loss beside the first: TERM_*, from the lowest bit on */
     bool even;                  /* the first half of every batch counts for TERM_OTHERS */
@@ -234,10 +234,9 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy_desc ddp = {0};
     ddp.kind = s->r->kind;
-    ddp.average = s->r->average, ddp.missing_gradient = s->r->missing;
+    ddp.missing_gradient = s->r->missing;
     ddp.comm = s->comm;
-    ddp.first_bucket_bytes = 512; /* several buckets for a model this small */
-    ddp.bucket_bytes = 1024;
+    ddp.bucket_bytes = 1024; /* several buckets for a model this small */
     fill_param(&s->params[0], "model.embed_tokens.weight", VOCAB, WIDTH);
     fill_param(&s->params[1], "encoder.block.23.layer.1.DenseReluDense.wi_0.weight", HIDDEN, WIDTH);
     fill_param(&s->params[2], "encoder.block.23.layer.1.DenseReluDense.wi_0.bias", HIDDEN, 0);
@@ -502,19 +501,6 @@ static void test_terms_without_a_first_batch(void)
     several->terms = TERM_LOGITS | TERM_HIDDEN | TERM_OTHERS, several->ends[1] = -1;
     several->even = true, several->eval_at = 0;
     run_well(several);
-}
-
-/* Under DTRAIN_AVERAGE_MEANS a micro-batch none of whose targets count has a loss of 0, which counts. */
-static void test_means_count_alike(void)
-{
-    run *all = run_create(2, 1, 2), *half = run_create(2, 1, 2);
-    all->average = half->average = DTRAIN_AVERAGE_MEANS;
-    half->end_ignored = true;
-    half->ends[1] = 1;
-    run_well(all);
-    run_well(half);
-    CHECK(half->records[0][0].loss == all->records[0][0].loss);
-    CHECK_CLOSE(half->records[0][1].loss, all->records[0][1].loss / 2, 0.2);
 }
 
 /* A parameter that is frozen in some steps stays as it is in those, whatever a missing gradient counts as. */
@@ -1139,7 +1125,6 @@ int main(int argc, char **argv)
     RUN(test_losses_of_several_terms);
     RUN(test_terms_that_take_part);
     RUN(test_terms_without_a_first_batch);
-    RUN(test_means_count_alike);
     RUN(test_frozen_for_some_steps);
     RUN(test_data_ends_earlier);
     RUN(test_processes_are_threads_to_the_bit);

@@ -59,10 +59,9 @@ typedef struct dtrain__kernels {
     DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
 
-/* One tensor of an optimizer step, and the numbers of this step. Either args or muon is set. */
+/* One tensor of an optimizer step, and the numbers of this step. */
 typedef struct dtrain__update {
     const dtrain_optimizer_args *args;
-    const dtrain_muon_args *muon;
     const dtrain_optimizer_tensor *tensor;
     dtrain_step_scalars now;
     float inverse; /* of a norm: muon */

@@ -129,25 +129,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtrain_bias_args *args)
 {
-    dtrain_gemm_args after;
-    memset(&after, 0, sizeof after);
-    after.activation = args->activation;
-    after.m = args->rows;
-    after.n = after.ldc = args->n;
-    after.c = args->y;
-    after.c_dtype = args->dtype;
-    after.bias = args->bias;
-    after.aux = args->aux;
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
-                              0, args->rows * args->n, args->dtype);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, args, args->m, 1, 0,
+                              args->m * args->n, args->c_dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
 {
     dtrain__update update;
     memset(&update, 0, sizeof update);
-    update.muon = args;
-    update.tensor = args->tensor;
+    update.args = args;
+    update.tensor = args->tensors;
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     if (args->scalars) {
@@ -158,5 +149,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtra
         update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
     if (update.now.skip) return DTRAIN_OK;
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->muon, &update,
-                               args->tensor->count, DTRAIN_DTYPE_F32);
+                               args->tensors->count, DTRAIN_DTYPE_F32);
 }

@@ -291,7 +291,7 @@ dtrain__cpu_batchnorm_moments(dtrain_device *device, const dtrain_batchnorm_mome
     dtrain__job job;
     DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_moments, args, args->rows, n,
                                     dtrain__batchnorm_chunk(args->rows, n), args->dtype, &job));
-    args->part[0] = (float)args->rows;
+    args->sums[0] = (float)args->rows;
     for (int64_t i = 0; i < n; i++) {
         const float *found = job.scratch + i;
         double count = 0, mean = 0, spread = 0;
@@ -301,8 +301,8 @@ dtrain__cpu_batchnorm_moments(dtrain_device *device, const dtrain_batchnorm_mome
                                  (double)(rest < job.chunk ? rest : job.chunk), (double)found[0],
                                  (double)found[n]);
         }
-        args->part[1 + i] = (float)mean;
-        args->part[1 + n + i] = (float)spread;
+        args->sums[1 + i] = (float)mean;
+        args->sums[1 + n + i] = (float)spread;
     }
     return DTRAIN_OK;
 }

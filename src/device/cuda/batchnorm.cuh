@@ -161,7 +161,7 @@ template <typename T>
 static dtrain_result dtrain_cuda_moments_as(dtrain_device *device,
                                             const dtrain_batchnorm_moments_args *args)
 {
-    const dtrain_cuda_moments_op<T> op = {(const T *)args->x, args->part, args->rows, args->n};
+    const dtrain_cuda_moments_op<T> op = {(const T *)args->x, args->sums, args->rows, args->n};
     return dtrain_cuda_columns_sum(device, "batchnorm, moments", op, args->rows, args->n);
 }
 

@@ -481,22 +481,16 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     return DTRAIN_OK;
 }
 
-/* ---- bias: y, aux (rows,n), by the epilogue kernel without a product --------------------------*/
+/* ---- bias: c, aux (m,n), by the epilogue kernel without a product --------------------------*/
 
 static dtrain_result dtrain_cuda_bias(dtrain_device *device, const dtrain_bias_args *args)
 {
-    dtrain_gemm_args all = {};
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->c_dtype));
     if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "bias: activation is %u, which is not a dtrain_activation",
                            (unsigned)args->activation);
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    all.activation = args->activation;
-    all.n = all.ldc = args->n;
-    all.c = args->y;
-    all.bias = args->bias;
-    all.aux = args->aux;
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_epilogue_as)(device, &all, 0, args->rows,
-                                                                      NULL, args->n, 1.0f);
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->c_dtype, dtrain_cuda_epilogue_as)(device, args, 0, args->m,
+                                                                        NULL, args->n, 1.0f);
 }

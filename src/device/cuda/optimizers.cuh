@@ -327,7 +327,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
 
 static dtrain_result dtrain_cuda_muon(dtrain_device *device, const dtrain_muon_args *args)
 {
-    dtrain_optimizer_tensor tensor = *args->tensor;
+    dtrain_optimizer_tensor tensor = *args->tensors;
     dtrain_cuda_tensors tensors = {};
     const int64_t blocks =
         (tensor.count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;

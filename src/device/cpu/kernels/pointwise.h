@@ -208,7 +208,7 @@ DTRAIN__KERNEL(dropout)
 DTRAIN__KERNEL(muon)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_muon_args *a = update->muon;
+    const dtrain_muon_args *a = update->args;
     const dtrain_optimizer_tensor *t = update->tensor;
     const float lr = update->now.lr, scale = lr * a->scale;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
