@@ -100,7 +100,8 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     const dtrain_optimizer_desc *desc = &group->desc;
     const uint64_t updates = dtrain__updates_of(optimizer, at);
     const dtrain_step_scalars now = dtrain__group_scalars(desc, updates, lr, grad_scale);
-    dtrain_device *device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
+    dtrain_device *device =
+        piece ? dtrain__offload_of(optimizer->strategy)->cpu : optimizer->device;
     dtrain_optimizer_args args;
     memset(&args, 0, sizeof args);
     args.tensor_count = count;
@@ -177,8 +178,10 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
     DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
                                      piece->at, 1));
     if (piece->value == piece->part.value) return DTRAIN_OK;
-    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
-                             piece->part.count);
+    return optimizer->device->ops->copy_async(optimizer->device, piece->value, piece->part.value,
+                                              (size_t)piece->part.count * sizeof(float),
+                                              DTRAIN_COPY_HOST_TO_DEVICE,
+                                              dtrain__offload_of(optimizer->strategy)->up);
 }
 
 /* Update everything on the CPU, in pieces of DTRAIN__PIECE elements; Muon's pieces are whole
@@ -189,9 +192,11 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 {
     dtrain_strategy *strategy = optimizer->strategy;
     const dtrain__group *group = optimizer->groups;
+    const dtrain__offload *offload = dtrain__offload_of(strategy);
+    dtrain_device *device = optimizer->device;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* pieces whose copy down is queued */
-    DTRAIN__TRY(dtrain__update_order(strategy, false));
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
     for (size_t at = 0; at < optimizer->tensor_count; at++) {
         const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
         while (at >= group->first + group->count) group++;
@@ -209,10 +214,14 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
             part->m = dtrain__after(tensor->m, first);
             part->v = dtrain__after(tensor->v, first);
             const float *grad = tensor->grad + first;
-            const bool in_place = dtrain__on_host(optimizer->device, grad); /* used where it is */
+            const bool in_place = dtrain__on_host(device, grad);
             float *staging = in_place ? NULL : optimizer->block + turn * (size_t)optimizer->staging;
             part->grad = in_place ? grad : staging;
-            DTRAIN__TRY(dtrain__update_down(strategy, turn, staging, grad, part->count));
+            if (staging)
+                DTRAIN__TRY(device->ops->copy_async(device, staging, grad,
+                                                    (size_t)part->count * sizeof(float),
+                                                    DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
+            DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down));
             first += part->count;
             if (count++)
                 DTRAIN__TRY(
@@ -221,7 +230,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     }
     const size_t last = (count - 1) & 1;
     if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__update_order(strategy, true);
+    return dtrain__stream_follow(strategy, NULL, offload->up);
 }
 
 /* ---- A step -----------------------------------------------------------------------------------*/
@@ -412,7 +421,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
-    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
+    optimizer->offloaded = dtrain__offload_of(strategy)->cpu != NULL;
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
     if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);

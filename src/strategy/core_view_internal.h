@@ -15,7 +15,7 @@
 #include "strategy/params.h"
 #include "strategy/query.h"
 #include "strategy/strategy.h"
-#include "device/device.h"
+#include "device/backend.h"
 
 /* State of compression for a piece of a parameter, kept from step to step in device memory. */
 typedef struct dtrain__kept {
@@ -130,17 +130,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, b
 
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one piece of an update */
 
-/* Return the CPU device that updates offloaded shards; NULL without offload. */
-DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
-/* Order an update and the compute stream. At the begin, copies down wait for queued compute. At the
- * end (`ends`), compute waits for copies up. */
-DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends);
-/* Queue a copy to host memory, unless `to` is NULL, and record event `turn`, 0 or 1, after it. */
-DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
-                                                  const float *from, int64_t count);
+/* Streams and events between a GPU and host memory. `arrived`: in a backward, gradients have
+ * reached the bounce buffers; in an update, the optimizer's staging buffers. */
+typedef struct dtrain__offload {
+    dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
+    dtrain_stream *down, *up; /* copies to the host, and to the device */
+    dtrain_event *order;      /* lets one stream wait for another */
+    dtrain_event *arrived[2]; /* a copy has reached host memory */
+    struct dtrain__bucket
+        *bounced[2];      /* bucket whose shard will get the bounce buffer added, or NULL */
+    uint32_t next_bounce; /* bounce buffer to use next */
+} dtrain__offload;
+DTRAIN__PRIVATE const dtrain__offload *dtrain__offload_of(const dtrain_strategy *strategy);
+/* Order two streams (NULL: the compute stream): `later` waits for the work that `earlier` has. */
+DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                                    dtrain_stream *earlier);
+/* Wait for event arrived[turn]. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn);
-DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
-                                                const float *from, int64_t count);
 
 /* ---- A layout, made or planned ----------------------------------------------------------------*/
 

@@ -19,8 +19,8 @@
 #include "strategy/steps_internal.h"
 
 /* Order two streams: work queued on `later` from now on runs after work queued on `earlier`. */
-static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
-                                           dtrain_stream *earlier)
+DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                                    dtrain_stream *earlier)
 {
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
@@ -176,35 +176,9 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
 
 /* ---- An update in host memory -----------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy)
+DTRAIN__PRIVATE const dtrain__offload *dtrain__offload_of(const dtrain_strategy *strategy)
 {
-    return strategy->offload.cpu;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends)
-{
-    dtrain_stream *compute = NULL;
-    return ends ? dtrain__stream_follow(strategy, compute, strategy->offload.up)
-                : dtrain__stream_follow(strategy, strategy->offload.down, compute);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
-                                                  const float *from, int64_t count)
-{
-    dtrain_device *device = strategy->device;
-    const dtrain__offload *offload = &strategy->offload;
-    if (to)
-        DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
-                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
-    return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
-                                                const float *from, int64_t count)
-{
-    dtrain_device *device = strategy->device;
-    return device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
-                                   DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
+    return &strategy->offload;
 }
 
 /* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy

@@ -73,17 +73,6 @@ typedef struct dtrain__step_list {
                             1/N once. In fp16 and fp64 each collective makes a mean */
 } dtrain__step_list;
 
-/* Streams and events between a GPU and host memory. `arrived`: in a backward, gradients have
- * reached the bounce buffers; in an update, the optimizer's staging buffers. */
-typedef struct dtrain__offload {
-    dtrain_device *cpu;         /* computes on host memory; NULL: nothing is offloaded */
-    dtrain_stream *down, *up;   /* copies to the host, and to the device */
-    dtrain_event *order;        /* lets one stream wait for another */
-    dtrain_event *arrived[2];   /* a copy has reached host memory */
-    dtrain__bucket *bounced[2]; /* bucket whose shard will get the bounce buffer added, or NULL */
-    uint32_t next_bounce;       /* bounce buffer to use next */
-} dtrain__offload;
-
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
