@@ -9,17 +9,18 @@
  *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
  *     waiter     reads (n, m), moves all that can be moved, still waits: confirms it
  *
- * A fact says that n cannot end well before m has ended. For the operation ends well only after the
- * awaited rank has started its side; it had not when it wrote (n, m), during m; and a rank starts
- * nothing during a wait. Messages have no numbers: there, "not started" means that no message of
- * the pair is under way on the awaited rank. What that rank sent or took before it wrote (n, m),
- * the waiter moves before it confirms; so another message has to be started.
+ * A fact says that n cannot end well before m has ended: the operation ends well only after the
+ * awaited rank has started its side. That rank had not started it when it wrote (n, m), during m,
+ * and a rank starts nothing during a wait. Messages have no numbers: "not started" then means that
+ * no message of the pair is under way on the awaited rank. The waiter moves what that rank sent or
+ * took before it wrote (n, m), and then confirms; so another message has to be started.
  *
  * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
- * the first one to end would end before the next one. Facts stay true for ever, so it does not
+ * the first wait to end would end before the next one. Facts stay true for ever, so it does not
  * matter when each was read. A rank that computes, sleeps or only tests its operations has no
- * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
- * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
+ * numbered wait, so it is in no circle, however slow it is. A rank whose wait has ended with an
+ * error can continue, so it is in no circle either. Only a rank that has found a circle leaves its
+ * wait on the control page.
  *
  * Ranks that share no control page, and ranks over NCCL, find no circles. */
 
@@ -36,7 +37,7 @@
 
 #define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
 
-/* Say whether an operation waits for another rank's side, as far as this rank can see. */
+/* Return true if an operation waits for another rank, as far as this rank can see. */
 DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
                                        int rank)
 {
@@ -71,8 +72,8 @@ static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
     dtrain__store(&own->number, wait->number);
 }
 
-/* Say whether this rank has started its side of an operation in which `waiter` waits. If it is not
- * in that communicator, or has destroyed it or not yet made it, it has not. */
+/* Return true if this rank has started its side of an operation in which `waiter` waits: false if
+ * it is not in that communicator, has destroyed it or has not made it. */
 static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wait *other,
                                 int waiter)
 {
@@ -90,8 +91,8 @@ static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wa
     return false;
 }
 
-/* Confirm what other ranks have written about the wait of this one, after moving what they did
- * before. A transport that is slower than the page gets its grace, from the newest fact on. */
+/* Move what other ranks did before, then confirm their facts about this rank's wait. A transport
+ * that is slower than the page first gets its grace_ns after the newest fact. */
 static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
                                   const dtrain__work *work, dtrain__wait *wait)
 {
@@ -111,15 +112,15 @@ static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
     if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
     for (int i = 0; i < size; i++)
         if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
-            dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
+            dtrain__store(at[i], found[i] | 1); /* a newer fact is written again */
 }
 
-/* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
- * path[i] waits for path[i + 1]. Return its length; 0: there is none. The search goes from a rank
- * to those that wait for it. */
+/* Find a shortest circle with wait n of this rank, breadth first: path[0] is this rank, and path[i]
+ * waits for path[i + 1]. Return its length; 0 if there is none. The search goes from a rank to the
+ * ranks that wait for it. */
 static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
 {
-    uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
+    uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* waits of the ranks reached; 0: not reached */
     int reached[DTRAIN_MAX_RANKS], awaited[DTRAIN_MAX_RANKS], count = 1, length = 1;
     waits[reached[0] = path[0] = world->rank] = n;
     for (int at = 0; at < count; at++)
@@ -140,7 +141,7 @@ static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
     return 0;
 }
 
-/* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
+/* Look for a circle during a wait for `work` or, if NULL, for a world all-gather. */
 DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
                                                       const dtrain__work *work, dtrain__wait *wait)
 {
@@ -152,9 +153,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
         return DTRAIN_OK;
     wait->looked_ns = wait->last_ns;
     if (!wait->number) dtrain__show_wait(world, comm, work, wait);
-    /* Write a fact for each rank whose wait may need what this rank has not started. If rank i
-     * begins another wait while this rank reads, the fact is about a wait that is over, and rank i
-     * does not confirm it. */
+    /* Write a fact for each rank whose wait can need an operation that this rank has not started.
+     * If rank i begins another wait while this rank reads, the fact is about a wait that has ended,
+     * and rank i does not confirm it. */
     const uint64_t m = wait->number;
     for (int i = 0; i < world->size; i++) {
         const dtrain__long_wait *other = &world->control->long_waits[i];
@@ -170,7 +171,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrai
                                  "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
                                  path[(i + 1) % length], world->control->long_waits[path[i]].text);
     if (!length) return DTRAIN_OK;
-    wait->number = 0; /* the wait stays shown: the other ranks of the circle find it too */
+    wait->number = 0; /* the page keeps the wait: the other ranks of the circle find it, too */
     if (length > DTRAIN__CIRCLE_NAMED)
         snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
     return dtrain_fail(DTRAIN_ERROR_MISMATCH,

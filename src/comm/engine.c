@@ -414,10 +414,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rare checks of a wait (NULL: of a test) after dtrain__wait_poll returned `turn`: fail the
- * communicator if there is a circle, or another rank has failed it, has made another call or has
- * left. Before that, advance once more: other ranks can have done their part before they failed or
- * left. */
+/* Make the rare checks of a wait (NULL: of a test) after dtrain__wait_poll returned `turn`: fail
+ * the communicator if there is a circle, or another rank has failed it, has made another call or
+ * has left. Before that, advance once more: other ranks can have done their part before they failed
+ * or left. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
                                  dtrain__wait *wait, dtrain_result turn)
 {

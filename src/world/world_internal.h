@@ -80,8 +80,8 @@ typedef struct dtrain__pulse {
     uint64_t cache_line;    /* unused: a pulse fills a cache line */
 } dtrain__pulse;
 
-/* A wait that has lasted long, for comm/circle.c. The fields between `number` and `text` are atomic
- * by themselves, and belong to this wait or to a later one. */
+/* A long wait, for comm/circle.c. The fields between `number` and `text` are atomic by themselves,
+ * and belong to this wait or to a later one. */
 typedef struct dtrain__long_wait {
     uint64_t number;   /* atomic, stored last: number of the wait, from 1, below 2^31; 0: none */
     int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
