@@ -69,14 +69,13 @@ static int train(dtrain_world *world, void *path)
     dtrain_step_record record;
     for (int step = 0; step < STEPS; step++) {
         CHECK(dtrain_trainer_step(trainer, &record));
-        record.added[0].name = "perplexity";
-        record.added[0].value = exp(record.loss);
+        CHECK(dtrain_record_add(&record, "perplexity", "", exp(record.loss)));
         CHECK(dtrain_metrics_step(metrics, &record));
     }
     CHECK(dtrain_metrics_finish(metrics)); /* an error if a version of the file was lost */
     if (m.rank == 0)
         printf("%d steps, loss %.3f, perplexity %.3f: %s\n", STEPS, record.loss,
-               record.added[0].value, file.path);
+               dtrain_record_value(&record, "perplexity"), file.path);
     dtrain_metrics_destroy(metrics);
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(desc.optimizer);

@@ -87,12 +87,15 @@ static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
         dtrain__text_add(line, "%s", dtrain__console_done(metrics, word));
         dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, word));
     }
+    const double step_ms = dtrain_record_value(r, "step_ms");
+    const double data_ms = dtrain_record_value(r, "data_ms");
+    dtrain__console_rate(dtrain_record_value(r, "tokens_per_second"), rate);
     dtrain__text_add(line, "  loss %.4f  |g| %.3f  lr %.1e  %s tok/s  %.1f ms", r->loss,
-                     r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
-                     r->step_ms);
+                     r->grad_norm, r->lr, rate, step_ms);
     if (dtrain_comm_size(metrics->comm) > 1)
-        dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
+        dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", dtrain_record_value(r, "comm_ms"),
+                         dtrain_record_value(r, "exposed_comm_ms"));
+    if (data_ms > 0.01 * step_ms) dtrain__text_add(line, "  data %.1f ms", data_ms);
     if (!line->failed && line->bytes - begin > room) {
         size_t end = begin + room;
         while (end > begin && memcmp(line->at + end, "  ", 2) != 0) end--;
@@ -144,11 +147,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
             dtrain__text_add(text, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n", "step",
                              "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms",
                              "exposed", "data_ms", "eta", "done");
-        dtrain__text_add(text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
-                         (long long)r->step, r->loss, val, r->grad_norm, r->lr,
-                         dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
-                         r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
-                         dtrain__console_done(metrics, share));
+        dtrain__text_add(
+            text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
+            (long long)r->step, r->loss, val, r->grad_norm, r->lr,
+            dtrain__console_rate(dtrain_record_value(r, "tokens_per_second"), rate),
+            dtrain_record_value(r, "step_ms"), dtrain_record_value(r, "comm_ms"),
+            dtrain_record_value(r, "exposed_comm_ms"), dtrain_record_value(r, "data_ms"),
+            dtrain__console_time_left(metrics, left), dtrain__console_done(metrics, share));
     }
     return dtrain__records_append(file, text);
 }

@@ -121,7 +121,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
         }
         const int head = snprintf(tag, sizeof tag, slot % 2 ? "weights.grad/" : "weights/");
         dtrain__name_cut(tag + head, 512, params[parameters[slot / 2]].name);
-        whole.step = metrics->sample.step;
+        whole.step = metrics->last.step;
         whole.wall_time = metrics->sample.wall_time;
         whole.tag = tag;
         if (whole.count) whole.min = -h->most[slot][0], whole.max = h->most[slot][1];

@@ -1,9 +1,9 @@
 /* The stream of metrics
  *
- * A record becomes a list of metrics (table.c), which every sink gets in turn, and is added to the
- * summary. Only creation can fail: nothing later stops a training. What a sink loses is counted,
- * the first loss is a warning, and dtrain_metrics_finish says how much was lost. The library's
- * writers are sinks like the host's. */
+ * A record becomes a list of figures, which every sink gets in turn, and is added to the summary.
+ * Only creation can fail: nothing later stops a training. What a sink loses is counted, the first
+ * loss is a warning, and dtrain_metrics_finish says how much was lost. The library's writers are
+ * sinks like the host's. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -47,6 +47,77 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
                        "metrics, %s: %s; training goes on without the records that are lost",
                        info->name, why[0] ? why : dtrain_result_text(result));
     }
+}
+
+/* ---- The figures ------------------------------------------------------------------------------*/
+
+/* The bytes of memory that a rank holds, and those that a plan predicts. */
+static const struct {
+    const char *name;
+    bool planned;
+    size_t at, and_at; /* offsets in dtrain_memory; and_at: of what is added to it, or 0 */
+} dtrain__memory_rows[] = {
+    {"memory/memory_param_bytes", false, offsetof(dtrain_memory, params), 0},
+    {"memory/memory_grad_bytes", false, offsetof(dtrain_memory, grads), 0},
+    {"memory/memory_optimizer_bytes", false, offsetof(dtrain_memory, optimizer), 0},
+    {"memory/memory_buffer_bytes", false, offsetof(dtrain_memory, buffers), 0},
+    {"memory/memory_host_bytes", false, offsetof(dtrain_memory, host), 0},
+    {"memory/predicted_param_bytes", true, offsetof(dtrain_memory, params), 0},
+    {"memory/predicted_grad_bytes", true, offsetof(dtrain_memory, grads), 0},
+    {"memory/predicted_optimizer_bytes", true, offsetof(dtrain_memory, optimizer), 0},
+    {"memory/predicted_buffer_bytes", true, offsetof(dtrain_memory, buffers), 0},
+    {"memory/predicted_host_bytes", true, offsetof(dtrain_memory, host), 0},
+    {"memory/predicted_activation_bytes", true, offsetof(dtrain_memory, activations),
+     offsetof(dtrain_memory, activation_grads)},
+    {"memory/predicted_bytes", true, offsetof(dtrain_memory, total), 0}};
+
+/* List a figure of the stream, if there is a value. */
+static void dtrain__figure_put(dtrain_metrics *metrics, const char *name, const char *unit,
+                               double value, bool known)
+{
+    const dtrain_figure figure = {name, unit, value, NULL};
+    if (known) metrics->figures[metrics->sample.count++] = figure;
+}
+
+static uint64_t dtrain__memory_at(const dtrain_memory *memory, size_t at)
+{
+    return *(const uint64_t *)(const void *)((const char *)memory + at);
+}
+
+/* List the figures of the last step; before the first one only those that are fixed. */
+static void dtrain__metrics_list(dtrain_metrics *metrics)
+{
+    dtrain_metrics_sample *sample = &metrics->sample;
+    const dtrain_step_record *r = &metrics->last;
+    const bool begun = metrics->summary.steps > 0, scaled = r->loss_scale > 0;
+    const double share =
+        dtrain_record_value(r, "flops_per_second") / (r->ranks * metrics->desc.peak_flops);
+    sample->wall_time = dtrain__wall_time();
+    sample->count = 0;
+    dtrain__figure_put(metrics, "loss/loss", "", r->loss, begun);
+    dtrain__figure_put(metrics, "loss/val_loss", "", r->val_loss,
+                       begun && dtrain__finite(r->val_loss));
+    dtrain__figure_put(metrics, "loss/val_accuracy", "", r->val_accuracy,
+                       begun && dtrain__finite(r->val_accuracy));
+    dtrain__figure_put(metrics, "optimizer/grad_norm", "", r->grad_norm, begun);
+    dtrain__figure_put(metrics, "optimizer/lr", "", r->lr, begun);
+    dtrain__figure_put(metrics, "throughput/tokens", "tokens", (double)r->tokens, begun);
+    dtrain__figure_put(metrics, "optimizer/loss_scale", "", r->loss_scale, begun && scaled);
+    dtrain__figure_put(metrics, "optimizer/skipped_steps", "steps", (double)r->skipped_steps,
+                       begun && (scaled || r->skipped_steps));
+    dtrain__figure_put(metrics, "throughput/peak_share", "", share, dtrain__finite(share));
+    memcpy(metrics->figures + sample->count, r->figures, r->figure_count * sizeof *r->figures);
+    const size_t step_count = sample->count += r->figure_count;
+    for (size_t i = 0; i < sizeof dtrain__memory_rows / sizeof *dtrain__memory_rows; i++) {
+        const bool planned = dtrain__memory_rows[i].planned;
+        const dtrain_memory *memory = planned ? &metrics->planned : &metrics->held;
+        const size_t and_at = dtrain__memory_rows[i].and_at;
+        const uint64_t bytes = dtrain__memory_at(memory, dtrain__memory_rows[i].at) +
+                               (and_at ? dtrain__memory_at(memory, and_at) : 0);
+        dtrain__figure_put(metrics, dtrain__memory_rows[i].name, "bytes", (double)bytes,
+                           planned ? !metrics->no_plan[0] : metrics->desc.trainer != NULL);
+    }
+    sample->fixed_count = sample->count - step_count;
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
@@ -97,7 +168,6 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     const dtrain_result plan =
         trainer ? dtrain__trainer_seen(trainer)->memory(trainer, &metrics->held, &metrics->planned)
                 : dtrain_fail(DTRAIN_ERROR_USAGE, "desc has no trainer");
-    metrics->planned_passes = metrics->planned.activations + metrics->planned.activation_grads;
     if (plan != DTRAIN_OK)
         snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
     dtrain__metrics_list(metrics);
@@ -151,7 +221,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     dtrain_summary *s = &metrics->summary;
     s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
     s->tokens_per_second = s->step_ms = s->comm_ms = s->exposed_comm_ms = s->data_ms = DTRAIN__NAN;
-    metrics->sample.metrics = metrics->metrics;
+    metrics->sample.figures = metrics->figures;
     metrics->sample.record = &metrics->last;
     metrics->sample.desc = &metrics->desc;
     const dtrain_result result = dtrain__metrics_open(metrics);
@@ -189,29 +259,29 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 {
     DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
     dtrain_summary *s = &metrics->summary;
-    const double now = dtrain_seconds();
+    const double now = dtrain_seconds(), step_ms = dtrain_record_value(record, "step_ms");
     if (s->steps == 0) { /* the seconds begin with the first step, which took step_ms until now */
         s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
+        metrics->started = now - 1e-3 * step_ms;
     }
     metrics->last = *record;
     s->steps++;
-    dtrain__mean_add(&s->tokens_per_second, record->tokens_per_second * record->step_ms, s->steps);
-    dtrain__mean_add(&s->step_ms, record->step_ms, s->steps);
-    dtrain__mean_add(&s->comm_ms, record->comm_ms, s->steps);
-    dtrain__mean_add(&s->exposed_comm_ms, record->exposed_comm_ms, s->steps);
-    dtrain__mean_add(&s->data_ms, record->data_ms, s->steps);
+    dtrain__mean_add(&s->tokens_per_second,
+                     dtrain_record_value(record, "tokens_per_second") * step_ms, s->steps);
+    dtrain__mean_add(&s->step_ms, step_ms, s->steps);
+    dtrain__mean_add(&s->comm_ms, dtrain_record_value(record, "comm_ms"), s->steps);
+    dtrain__mean_add(&s->exposed_comm_ms, dtrain_record_value(record, "exposed_comm_ms"), s->steps);
+    dtrain__mean_add(&s->data_ms, dtrain_record_value(record, "data_ms"), s->steps);
+    dtrain__mean_add(&s->bubble_ms, dtrain_record_value(record, "bubble_ms"), s->steps);
     s->last_loss = record->loss;
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->seconds = now - metrics->started;
+    s->comm_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "comm_bytes"));
+    s->tensor_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "tensor_bytes"));
+    s->pipeline_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "pipeline_bytes"));
     dtrain__metrics_list(metrics);
-    const dtrain_spread *figures = metrics->last.figures;
-    s->comm_bytes += record->comm_bytes;
-    s->tensor_bytes += (uint64_t)figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
-    s->pipeline_bytes += (uint64_t)figures[DTRAIN_FIGURE_PIPELINE_BYTES].own;
-    dtrain__mean_add(&s->bubble_ms, 1e3 * figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
     dtrain__sinks_take(metrics, DTRAIN_METRICS_STEP);
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;

@@ -5,11 +5,12 @@
  * TensorBoard event files, and sinks of the host's own. tools/prometheus.h is such a sink, and
  * tools/nvml.h adds figures of GPUs.
  *
- * A step becomes one list of metrics, which all writers walk; a figure that a program adds to a
- * record (dtrain_added_figure) is one more of them. The name is the JSON key. TensorBoard's tag is
- * group/name: it opens the first two groups in the order of their names, and the loss has the
- * first. A metric that was not measured is not in the list. One that was measured and is not finite
- * is null in JSON, nan or inf elsewhere.
+ * A step becomes one list of figures, which all writers walk: the fields of its record, and the
+ * figures that the trainer (dtrain_trainer_step) and the program (dtrain_record_add) put into it. A
+ * figure's name is TensorBoard's tag, GROUP/KEY; the key is JSON's. TensorBoard opens the first two
+ * groups in the order of their names, and the loss has the first. A figure that was not measured is
+ * not in the list. One that was measured and is not finite is null in JSON, nan or inf elsewhere.
+ * "bytes", "tokens", "steps" and "rank" are whole numbers.
  *
  * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
  * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
@@ -26,7 +27,7 @@
  *     step_ms, data_ms               slowest rank; data: in wait for batches
  *     comm_ms, exposed_comm_ms       an operation was in flight, and of that time ranks waited;
  *                      means over ranks
- *     comm_bytes       that this rank sent, by the ring formula
+ *     comm_bytes       that this rank sent, by the ring formula, over all axes of a mesh
  *     loss_scale, skipped_steps      with loss scaling, or where a step was skipped
  *     straggler_score, slowest_rank  of compute time; two ranks or more
  *     forward_ms, backward_ms, hidden_comm_ms, optimizer_ms, checkpoint_ms
@@ -45,6 +46,10 @@
  *     memory_bytes, memory_peak_bytes, memory_activation_bytes
  *                      of the device, as the library allocates: now, the most so far, and the
  *                      tape's largest pass; of the rank that holds most
+ *
+ * Times of a step are those of spans (world/timeline.h), which do not overlap: data + forward +
+ * backward + exposed_comm + optimizer is the step without the time of the trainer itself. On a GPU,
+ * where calls queue work, times are the host's; a recorded step has only step_ms.
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, the fields
  * of dtrain_summary but bubble_ms, and of desc.trainer what a rank holds and what
@@ -78,22 +83,6 @@ typedef struct dtrain_summary {
     double bubble_ms; /* wait for other stages, mean over ranks and steps; 0 without a pipeline */
 } dtrain_summary;
 
-#define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
-#define DTRAIN_METRIC_COUNTER 2u /* never falls: a counter of Prometheus */
-#define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
-
-/* A number that was measured in a step. */
-typedef struct dtrain_metric {
-    const char *name;  /* "step_ms" */
-    const char *base;  /* the name in base units: "step_seconds" */
-    double base_scale; /* value * base_scale is in base units */
-    const char *group;
-    uint32_t flags;
-    int figure; /* the dtrain_figure that is each rank's share, in base units; -1 = none */
-    double value;
-    const char *help;
-} dtrain_metric;
-
 /* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
  * first) to limits[i] (excluded). Values that are not finite are counted apart. */
 typedef struct dtrain_histogram {
@@ -118,16 +107,12 @@ struct dtrain_metrics_desc;
 
 /* What a sink is given. It is valid during the call. */
 typedef struct dtrain_metrics_sample {
-    uint32_t moment; /* dtrain_metrics_moment */
-    int64_t step;
+    uint32_t moment;  /* dtrain_metrics_moment */
     double wall_time; /* seconds since 1970 */
     size_t count;
-    const dtrain_metric *metrics; /* (count): what was measured, and figures that were added */
+    const dtrain_figure *figures; /* (count): fields of the record, its figures, then ... */
+    size_t fixed_count;           /* ... at the end those that are the same in all steps */
     const dtrain_step_record *record;
-    /* Each rank's figures: figures[r * figure_stride + f] is dtrain_figure f of rank r of the run,
-     * as fp32, NaN where it was not measured. NULL without desc.trainer. */
-    const float *figures;
-    size_t figure_stride;
     const dtrain_histogram *histogram;      /* NULL at other moments */
     const dtrain_summary *summary;          /* of all steps, at the end; NULL at other moments */
     const struct dtrain_metrics_desc *desc; /* the stream's, with its defaults */

@@ -1,8 +1,8 @@
 /* The stream of metrics and its writers
  *
- * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (files that cannot stop a training), console.c, lines.c, tensorboard.c (the
- * writers), histogram.c (measurements of the monitor itself). */
+ * The order of reading: metrics.c (the stream and its list of figures), file.c (files that cannot
+ * stop a training), console.c, lines.c, tensorboard.c (the writers), histogram.c. trace.c reads the
+ * timeline, and no figures. */
 
 #pragma once
 
@@ -40,7 +40,7 @@ typedef struct dtrain__records {
     const char *path;
 } dtrain__records;
 
-#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 98 that table.c has, and added ones */
+#define DTRAIN__METRICS_MOST (DTRAIN_RECORD_FIGURES + 24) /* the stream adds up to 21 */
 #define DTRAIN__WRITERS 3
 #define DTRAIN__EVENT_FILE 160 /* bytes of the name of TensorBoard's file, at most */
 
@@ -73,20 +73,15 @@ struct dtrain_metrics {
     } tensorboard;
 
     dtrain_metrics_sample sample; /* the last step, as sinks see it */
-    dtrain_metric metrics[DTRAIN__METRICS_MOST];
-    double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
-    dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
-    uint64_t planned_passes;           /* activations and their gradients */
-    char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
+    dtrain_figure figures[DTRAIN__METRICS_MOST];
+    dtrain_memory held, planned;           /* of this rank; planned: without no_plan */
+    char no_plan[DTRAIN__ERROR_BYTES];     /* why memory is not predicted; "" */
     struct dtrain__histograms *histograms; /* NULL: none are made */
 
     double started; /* when the first step began */
     dtrain_step_record last;
     dtrain_summary summary; /* running; tokens_per_second times step_ms */
 };
-
-/* monitor/table.c */
-DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics);
 
 /* monitor/file.c */
 /* Begin a record in the text that all writers share. */

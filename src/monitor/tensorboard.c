@@ -261,14 +261,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
         return m->desc.hparams ? dtrain__hparams_write(m, now) : DTRAIN_OK;
     }
     if (sample->moment == DTRAIN_METRICS_STEP) {
-        dtrain__event_begin(m, sample->wall_time, sample->step);
+        dtrain__event_begin(m, sample->wall_time, sample->record->step);
         dtrain__pb_add(m, "5{");
-        for (size_t i = 0; i < sample->count; i++) {
-            const dtrain_metric *metric = &sample->metrics[i];
+        const size_t fixed = m->summary.steps > 1 ? sample->fixed_count : 0;
+        for (size_t i = 0; i < sample->count - fixed; i++) {
+            const dtrain_figure *figure = &sample->figures[i];
             char tag[96];
-            if (m->summary.steps > 1 && metric->flags & DTRAIN_METRIC_FIXED) continue;
-            snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
-            dtrain__pb_add(m, "1{1s2f}", tag, metric->value);
+            snprintf(tag, sizeof tag, "%s%s", strchr(figure->name, '/') ? "" : "added/",
+                     figure->name);
+            dtrain__pb_add(m, "1{1s2f}", tag, figure->value);
         }
         dtrain__pb_add(m, "}");
         return dtrain__event_end(m);
@@ -280,7 +281,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
                                  h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
     if (m->desc.hparams)
         result =
-            dtrain__event_put(m, now, sample->step, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}",
+            dtrain__event_put(m, now, sample->record->step, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}",
                               "_hparams_/session_end_info", "hparams", 0, 1 /* success */, now);
     const dtrain_result closed = dtrain__records_close(&m->tensorboard.file);
     return result == DTRAIN_OK ? closed : result;

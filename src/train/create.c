@@ -141,13 +141,16 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     const size_t ranks = (size_t)trainer->ranks;
     trainer->words = (dtrain__rank_words *)dtrain__alloc(allocator, ranks, sizeof *trainer->words,
                                                          "a trainer's words");
+    trainer->shares = (float *)dtrain__alloc(allocator, ranks, DTRAIN__FIGURE_WORDS * sizeof(float),
+                                             "a trainer's figures");
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
     trainer->micros = (dtrain__micro *)dtrain__alloc(allocator, trainer->desc.micro_batches,
                                                      sizeof *trainer->micros, "micro-batches");
     dtrain_result result = DTRAIN_OK;
-    if (!trainer->words || !trainer->compute || !trainer->named || !trainer->micros)
+    if (!trainer->words || !trainer->shares || !trainer->compute || !trainer->named ||
+        !trainer->micros)
         result = DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
@@ -176,8 +179,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     view->groups = &trainer->groups;
     view->rank = trainer->rank;
     view->ranks = trainer->ranks;
-    view->words = (const float *)trainer->words;
-    view->word_count = DTRAIN__WORD_COUNT;
     view->memory = dtrain__trainer_memory;
     if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
         result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
@@ -197,6 +198,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain_tape_destroy(trainer->tape);
     dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, sizeof *trainer->words);
+    dtrain__free(&allocator, trainer->shares, ranks, DTRAIN__FIGURE_WORDS * sizeof(float));
     dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);

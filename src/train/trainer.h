@@ -43,6 +43,8 @@
 #include "parallel/mesh.h"
 #include "parallel/pipeline.h"
 
+#include <string.h>
+
 typedef struct dtrain_trainer dtrain_trainer;
 
 /* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END: this rank's data has
@@ -86,85 +88,70 @@ typedef struct dtrain_trainer_desc {
     const dtrain_mesh *mesh; /* dtrain_trainer_plan: where there is no strategy yet; NULL = none */
 } dtrain_trainer_desc;
 
-/* A figure that every rank measures in a step and sends to all others. The parts of its time are
- * those of spans (world/timeline.h), which do not overlap: forward has no communication in it, and
- * data + forward + backward + exposed_comm + optimizer is the step without what the trainer itself
- * takes. On a GPU, where calls queue work, times are the host's; a graph has only the step. */
-typedef enum dtrain_figure {
-    DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
-    DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
-    DTRAIN_FIGURE_FORWARD = 2,      /* in loss, without communication, as in all of them */
-    DTRAIN_FIGURE_BACKWARD = 3,     /* in dtrain_tape_backward and dtrain_strategy_finish */
-    DTRAIN_FIGURE_EXPOSED_COMM = 4, /* in calls of communicators */
-    DTRAIN_FIGURE_HIDDEN_COMM = 5,  /* an operation was in flight, and the rank elsewhere */
-    DTRAIN_FIGURE_OPTIMIZER = 6,    /* in norm, clipping and update */
-    DTRAIN_FIGURE_CHECKPOINT = 7,   /* in saving since the step before, ranks' waits included */
-    DTRAIN_FIGURE_TIMES = 8,        /* how many of them are seconds */
-    /* Bytes that this rank sent by the ring formula / seconds in flight: the bus bandwidth of
-     * nccl-tests, busbw = S / t * 2 (n - 1) / n for an all-reduce of S bytes in n ranks. */
-    DTRAIN_FIGURE_BUS = 8,
-    DTRAIN_FIGURE_MEMORY = 9, /* bytes of the device that the library has allocated, now ... */
-    DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
-    DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
-    DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
-    /* Bytes that the rank sent, comm_bytes of its record; ranks exchange figures in 24 bits. At
-     * DTRAIN_FIGURE_COMM_BYTES + kind are the bytes that went by that dtrain_collective_kind. */
-    DTRAIN_FIGURE_COMM_BYTES = 13,
-    /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
-    DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
-    DTRAIN_FIGURE_TENSOR_EXPOSED, /* of exposed_comm, seconds in calls of that axis */
-    /* Of the bytes, over the pipeline axis; NaN without one. */
-    DTRAIN_FIGURE_PIPELINE_BYTES,
-    DTRAIN_FIGURE_BUBBLE, /* of exposed_comm, seconds in which the rank waited for other stages */
-    DTRAIN_FIGURE_COUNT
+/* A figure of a step. */
+typedef struct dtrain_figure {
+    const char
+        *name; /* "time/step_ms": a group, a slash, the key in JSON; monitor/metrics.h has the
+                         list. Lower-case letters, digits and '_' */
+    const char *unit; /* "ms", "bytes", "tokens", "steps" or "rank"; "" = none */
+    double value;
+    const float *ranks; /* (record.ranks) value of each rank in this unit, NaN where unknown; NULL =
+                           none. Valid until the trainer's next step */
 } dtrain_figure;
 
-/* A figure of all ranks; NaN and -1 where no rank has measured it. */
-typedef struct dtrain_spread {
-    double min, mean, max;
-    int min_rank, max_rank; /* in the world; the lowest of equal ones */
-    double own;             /* of this rank, exact; 0 where it has not measured it */
-} dtrain_spread;
+#define DTRAIN_RECORD_FIGURES 96 /* at most; the library makes up to 72 */
 
-/* A figure of the program itself, which dtrain_metrics writes to all files:
- *
- *     record.added[0].name = "perplexity", record.added[0].value = exp(record.val_loss);
- *
- * The name has lower-case letters, digits and '_', and stays valid as long as the metrics. */
-typedef struct dtrain_added_figure {
-    const char *name; /* NULL = none */
-    double value;
-} dtrain_added_figure;
-
-#define DTRAIN_ADDED_FIGURES 16
-
-/* One step, the same on every rank except where noted. */
+/* One step, the same on every rank except for bytes sent. */
 typedef struct dtrain_step_record {
-    int64_t step;    /* from 1: how many are done with this one */
+    int64_t step;    /* from 1: number of steps done, with this one */
     double loss;     /* mean over the samples of all micro-batches and ranks; 0 without any. With
                          DTRAIN_AVERAGE_MEANS over micro-batches and ranks, each counting alike */
     double val_loss; /* NaN unless the host evaluated and set it */
     double val_accuracy; /* share of right answers, 0 to 1; likewise */
     double grad_norm;    /* before clipping */
     double lr;
-    uint64_t tokens;          /* of all ranks since the start, after this step */
-    double tokens_per_second; /* of all ranks, this step */
-    double step_ms;           /* slowest rank */
-    double comm_ms;           /* an operation was in flight; mean over ranks */
-    double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
-    double data_ms;           /* in next_batch, while nothing was computed; slowest rank */
-    uint64_t comm_bytes;      /* this rank sent, by the ring formula, over all axes of a mesh */
-    double straggler_score;   /* slowest rank's compute time / median of ranks */
-    double loss_scale;        /* of this step's backward; 0: no loss scaling */
-    uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
-    int slowest_rank;
-    int ranks; /* that the figures come from; 0: a record without figures */
-    dtrain_spread figures[DTRAIN_FIGURE_COUNT]; /* by dtrain_figure */
-    dtrain_added_figure added[DTRAIN_ADDED_FIGURES];
+    double loss_scale;      /* of this step's backward; 0: no loss scaling */
+    uint64_t tokens;        /* of all ranks since the start, after this step */
+    uint64_t skipped_steps; /* since the start, this one included: gradients were not finite */
+    int ranks;              /* number of ranks that the figures come from; 0: no figures */
     bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
-    bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
-                            see it in the same step, and end behind it together */
+    bool
+        stop_requested; /* a signal has reached some rank (desc.catch_signals of dtrain_launch): all
+                            ranks see it in the same step, and end after it together */
+    uint32_t figure_count;
+    dtrain_figure figures[DTRAIN_RECORD_FIGURES]; /* (figure_count) everything else */
 } dtrain_step_record;
+
+/* Return the value of a figure by its key, "step_ms"; NaN if the record has none. */
+static inline double dtrain_record_value(const dtrain_step_record *record, const char *key)
+{
+    const uint64_t nan = UINT64_C(0x7ff8) << 48; /* the bits survive -ffast-math */
+    double none;
+    for (uint32_t i = 0; i < record->figure_count; i++) {
+        const char *slash = strchr(record->figures[i].name, '/');
+        if (strcmp(slash ? slash + 1 : record->figures[i].name, key) == 0)
+            return record->figures[i].value;
+    }
+    memcpy(&none, &nan, sizeof none);
+    return none;
+}
+
+/* Add a figure of the program to a record, for all files of dtrain_metrics:
+ *
+ *     dtrain_record_add(&record, "perplexity", "", exp(record.loss));
+ *
+ * Name and unit stay valid as long as the metrics. A name without a group is in "added". A record
+ * without room is DTRAIN_ERROR_ARGUMENT. */
+static inline dtrain_result dtrain_record_add(dtrain_step_record *record, const char *name,
+                                              const char *unit, double value)
+{
+    const dtrain_figure figure = {name, unit, value, NULL};
+    if (record->figure_count >= DTRAIN_RECORD_FIGURES)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_record_add: the record has no room for %s", name);
+    record->figures[record->figure_count++] = figure;
+    return DTRAIN_OK;
+}
 
 /* Create a trainer for a strategy and an optimizer, both of which must outlive it. An optimizer of
  * NULL makes a trainer that only evaluates.

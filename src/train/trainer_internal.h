@@ -1,7 +1,9 @@
 /* The trainer's structure
  *
- * Its files call in one direction: trainer.c (steps, evaluations) and create.c call plan.c,
- * pipeline_step.c and queued_step.c, and these three call micro_batch.c. */
+ * Each file calls only files further right:
+ *
+ *     trainer.c -> create.c -> plan.c -> pipeline_step.c, queued_step.c -> micro_batch.c
+ *              \-> record.c */
 
 #pragma once
 
@@ -20,15 +22,34 @@
 #include "train/view_internal.h"
 #include "device/backend.h"
 
-/* The words that a rank sends the others each step: its figures, and behind them */
+/* The words that a rank sends to all others each step. */
 enum {
-    DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
-    DTRAIN__WORD_WEIGHT, /* of this rank's loss in the mean; 0: it does not count */
-    DTRAIN__WORD_COMM,   /* seconds with a collective in flight */
+    DTRAIN__WORD_STEP,           /* seconds from the first batch to the end of the update */
+    DTRAIN__WORD_DATA,           /* seconds in next_batch */
+    DTRAIN__WORD_FORWARD,        /* seconds in loss, without communication, as in all of them */
+    DTRAIN__WORD_BACKWARD,       /* seconds in dtrain_tape_backward and dtrain_strategy_finish */
+    DTRAIN__WORD_EXPOSED_COMM,   /* seconds in calls of communicators */
+    DTRAIN__WORD_HIDDEN_COMM,    /* seconds with an operation in flight outside such calls */
+    DTRAIN__WORD_OPTIMIZER,      /* seconds in norm, clipping and update */
+    DTRAIN__WORD_CHECKPOINT,     /* seconds in saving since the last step */
+    DTRAIN__WORD_COMM,           /* seconds with an operation in flight */
+    DTRAIN__WORD_TENSOR_EXPOSED, /* seconds in calls of the tensor axis; NaN without one */
+    DTRAIN__WORD_BUBBLE,         /* seconds of waiting for other stages; NaN without a pipeline */
+    DTRAIN__WORD_BUS,            /* bytes sent / seconds in flight */
+    DTRAIN__WORD_MEMORY,         /* bytes of the device that the library has allocated */
+    DTRAIN__WORD_MEMORY_PEAK,    /* largest of them so far */
+    DTRAIN__WORD_ACTIVATIONS,    /* bytes of the tape */
+    DTRAIN__WORD_FLOPS,          /* as dtrain_tape_info counts them */
+    DTRAIN__WORD_COMM_BYTES,     /* bytes sent; at + kind, those of a dtrain_collective_kind */
+    DTRAIN__WORD_TENSOR_BYTES = DTRAIN__WORD_COMM_BYTES + DTRAIN_COLLECTIVE_KINDS,
+    DTRAIN__WORD_PIPELINE_BYTES,
+    DTRAIN__FIGURE_WORDS, /* number of words that become figures */
+    DTRAIN__WORD_LOSS = DTRAIN__FIGURE_WORDS,
+    DTRAIN__WORD_WEIGHT, /* weight of this rank's loss in the mean; 0: it does not count */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
-    DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
-    DTRAIN__WORD_INPUTS, /* with the next two: the hash of its inputs, 22 bits each */
+    DTRAIN__WORD_SAME,   /* 24 bits of a hash of settings that can change between steps */
+    DTRAIN__WORD_INPUTS, /* hash of its inputs, 22 bits in each of three words */
     DTRAIN__WORD_COUNT = DTRAIN__WORD_INPUTS + 3
 };
 
@@ -43,9 +64,6 @@ enum {
     DTRAIN__ROUND_COUNT
 };
 #define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
-
-#define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
-#define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
 
 /* What a step knows of one of its micro-batches. */
 typedef struct dtrain__micro {
@@ -93,6 +111,7 @@ struct dtrain_trainer {
     bool ended;                /* this rank's data has ended */
     double saving;             /* seconds in checkpoints until the end of the last step */
     dtrain__rank_words *words; /* (ranks), host memory: gathered in place */
+    float *shares;             /* (FIGURE_WORDS, ranks) values of ranks in the last record */
     double *compute; /* (ranks) seconds, for the median; in an evaluation (ranks, ROUND_COUNT) */
     int slow_rank;   /* the slowest of the last step ... */
     int slow_steps;  /* ... and for how many steps it has been a straggler */
@@ -151,6 +170,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
                                                         const dtrain__stage_map *map,
                                                         const dtrain_pipeline_desc *desc);
+
+/* train/record.c */
+/* Read the counters that a step's words are differences of. */
+DTRAIN__PRIVATE void dtrain__record_counters(const dtrain_trainer *trainer, double *words);
+/* Make the record of the step that began with the counters `before`. Collective; an error is the
+ * same on all ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__record_make(dtrain_trainer *trainer, const double *before,
+                                                  dtrain_step_record *record);
+/* Gather the words of all ranks in place, with the hash of the inputs since the last gather. */
+DTRAIN__PRIVATE dtrain_result dtrain__words_gather(dtrain_trainer *trainer);
+/* Compare the data of ranks that have parts of one model: where it ended, and its hash. where: the
+ * call, for errors; count: passes of a rank. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const char *where,
+                                                 int64_t count);
 
 /* train/create.c */
 /* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */

@@ -29,6 +29,9 @@ good "prometheus" "^300 steps, loss 0\.0[56][0-9]+, perplexity 1\.0[56][0-9]+: $
 grep -q '^dtrain_perplexity{run="prometheus"} 1\.0[56]' "$tmp/example.prom" && grep -q '^dtrain_finished{run="prometheus"} 1$' "$tmp/example.prom"
 result "prometheus: a figure that the program adds is in the file" $? "$tmp/example.prom"
 bad "prometheus, a file that node_exporter does not read" "does not end in .prom" "$build/prometheus" "$tmp/example.txt"
+good "own_figure" "^step 300: loss 0\.05[0-9]+, perplexity 1\.0[56][0-9]$" "$build/own_figure" "$tmp/own_figure.jsonl" "$tmp/own_figure"
+[ "$(grep -c '^{"step": .*, "perplexity": [12][0-9.]*}$' "$tmp/own_figure.jsonl")" -eq 300 ] && grep -q -a 'added/perplexity' "$tmp/own_figure"/events*
+result "own_figure: the figure is in JSON and in TensorBoard" $? "$tmp/own_figure.jsonl"
 if [ -e "$build/tests/nvml_stub.so" ]; then
     case $build in /*) stub=$build ;; *) stub=$PWD/$build ;; esac
     good "train_gpt, figures of GPUs" "over 12 steps" env DTRAIN_NVML="$stub/tests/nvml_stub.so" $gpt --ranks 2 --log "$tmp/gpus.log" --prometheus "$tmp/gpus.prom"
