@@ -1,4 +1,4 @@
-/* A JSON line a step: monitor/metrics.h has its keys. */
+/* One JSON line per step; monitor/metrics.h lists the keys. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -67,8 +67,8 @@ static void dtrain__json_add_summary(dtrain__text *text, const dtrain_metrics *m
         dtrain__json_add(text, "pipeline_bytes", (double)s->pipeline_bytes, true);
 }
 
-/* Write a line that says what runs, how it is divided and where, a line of a step, or the line of
- * the summary, which has the metrics that are fixed. */
+/* Write the first line, which describes the run, the line of a step, or the last line, which has
+ * the summary and the fixed figures. */
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
@@ -76,7 +76,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
     dtrain__records *file = &metrics->jsonl;
     dtrain__text *text = dtrain__record_begin(metrics);
     const bool open = sample->moment == DTRAIN_METRICS_OPEN, end = sample->summary != NULL;
-    /* milliseconds, whatever the decimal point of the host's locale is */
+    /* milliseconds as integers: a locale can change the decimal point */
     const long long ms = (long long)(1e3 * (end ? dtrain__wall_time() : sample->wall_time));
     if (open || end) dtrain__text_add(text, open ? "{\"start\": true" : "{\"final\": true");
     else dtrain__text_add(text, "{\"step\": %lld", (long long)sample->record->step);

@@ -21,7 +21,7 @@
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* Call a sink. The last error after the call is the sink's own. */
+/* Call a sink. The last error after the call comes from the sink. */
 static dtrain_result dtrain__sink_call(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
                                        dtrain_metrics_moment moment)
 {
@@ -122,7 +122,7 @@ static void dtrain__metrics_list(dtrain_metrics *metrics)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the texts of desc into memory; NULL: count their bytes. An empty text is none. */
+/* Copy the texts of desc into memory; NULL: count their bytes. Empty texts become NULL. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
     const char **const texts[] = {&desc->jsonl_path, &desc->tensorboard_dir, &desc->run_name,
@@ -139,8 +139,8 @@ static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
     return all;
 }
 
-/* Do everything of creation that can fail. The sinks of this rank are, on rank 0, the library's
- * writers that the desc asks for, then the host's. The first that cannot be opened is the error. */
+/* Do the parts of creation that can fail. Rank 0 has the library's writers that desc asks for, then
+ * the program's sinks. The first sink that cannot be opened is the error. */
 static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
@@ -164,7 +164,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
         metrics->sinks[metrics->sink_count++] = *sink;
     }
     if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
-    const dtrain_trainer *trainer = desc->trainer; /* a loss may be one that cannot be planned */
+    const dtrain_trainer *trainer = desc->trainer; /* some losses cannot be planned */
     const dtrain_result plan =
         trainer ? dtrain__trainer_seen(trainer)->memory(trainer, &metrics->held, &metrics->planned)
                 : dtrain_fail(DTRAIN_ERROR_USAGE, "desc has no trainer");
@@ -180,7 +180,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
                               sink->name, dtrain_result_text(result));
         return result;
     }
-    return dtrain__set_last_error(DTRAIN_OK, ""); /* no plan is no error */
+    return dtrain__set_last_error(DTRAIN_OK, ""); /* a missing plan is no error */
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -199,7 +199,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: desc has %zu sinks, at most %d are possible",
                            desc->sink_count, DTRAIN_METRICS_SINKS);
-    /* one piece of memory: metrics, texts, the path of TensorBoard's file */
+    /* One allocation: metrics, texts, the path of TensorBoard's file. */
     dtrain_metrics_desc resolved = *desc;
     const size_t texts = dtrain__strings_keep(&resolved, NULL);
     const size_t bytes = sizeof(dtrain_metrics) + 2 * texts + DTRAIN__EVENT_FILE;
@@ -234,8 +234,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
 
 /* ---- The run ----------------------------------------------------------------------------------*/
 
-/* Take the value of step n into a mean; one that is not finite leaves it as it is. Times are means
- * because waits are rare and long: a median would hide them. */
+/* Add the value of step n to a mean, unless it is not finite. Times are means because waits are
+ * rare and long: a median would hide them. */
 static void dtrain__mean_add(double *mean, double value, int64_t n)
 {
     if (!dtrain__finite(value)) return;
@@ -260,7 +260,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
     dtrain_summary *s = &metrics->summary;
     const double now = dtrain_seconds(), step_ms = dtrain_record_value(record, "step_ms");
-    if (s->steps == 0) { /* the seconds begin with the first step, which took step_ms until now */
+    if (s->steps == 0) { /* seconds begin with the first step, which took step_ms */
         s->first_loss = record->loss;
         metrics->started = now - 1e-3 * step_ms;
     }
@@ -299,7 +299,7 @@ static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_i
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second /= summary->step_ms; /* so far the mean of their products */
+    summary->tokens_per_second /= summary->step_ms; /* until here the mean of their products */
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
@@ -315,8 +315,8 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 
 /* ---- The end ----------------------------------------------------------------------------------*/
 
-/* End the stream; a second call does nothing. What was lost is an error here, because the training
- * is over and an error stops nothing. */
+/* End the stream; a second call does nothing. Lost records are an error here: the training is over,
+ * and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     dtrain_metrics_info info;
@@ -350,7 +350,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
                    "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
         return;
     }
-    char text[DTRAIN__ERROR_BYTES]; /* the host reads why its run has failed, not what is lost */
+    char text[DTRAIN__ERROR_BYTES]; /* keep the error of the run: the program reads it */
     const dtrain_result code = *dtrain__last_code();
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);

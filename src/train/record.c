@@ -374,8 +374,8 @@ static dtrain_result dtrain__record_complete(dtrain_trainer *trainer, const doub
 }
 
 /* Seconds inside calls can exceed seconds in flight by the cost of the calls: flight is raised to
- * them, so that exposed is never more than all. Bandwidth is unknown when nothing was sent, or in no
- * time. */
+ * them, so that exposed is never more than all. Bandwidth is unknown when nothing was sent, or in
+ * no time. */
 DTRAIN__PRIVATE dtrain_result dtrain__record_make(dtrain_trainer *trainer, const double *before,
                                                   dtrain_step_record *record)
 {

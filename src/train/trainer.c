@@ -6,11 +6,10 @@
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
  *
- * The all-gather carries every rank's loss and figures. It comes last so that the times are whole,
- * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
- * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
- * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
- * scaling that is a skipped step, unless a loss was not finite either. */
+ * The all-gather carries every rank's loss and times. It comes last, so that the times are whole.
+ * Parameters are safe before it: the norm of the averaged gradient is the same on all ranks, a NaN
+ * of any rank is in it, and then no rank updates or publishes. With loss scaling all ranks skip
+ * that step, unless a loss was not finite. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -35,8 +34,8 @@
 
 /* ---- The step ---------------------------------------------------------------------------------*/
 
-/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
- * make the record. A norm that is not finite leaves the parameters as they are. */
+/* Run micro-batches and update, with the host in the middle or queued as a whole, then make the
+ * record. A norm that is not finite leaves the parameters unchanged. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -44,7 +43,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     record->step = trainer->step + 1;
     record->lr = (double)dtrain_schedule_lr(&desc->schedule, trainer->step);
     dtrain__record_counters(trainer, before);
-    before[DTRAIN__WORD_CHECKPOINT] = trainer->saving; /* saved between two steps */
+    before[DTRAIN__WORD_CHECKPOINT] = trainer->saving; /* saving happens between steps */
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, record));
     else {
         float norm = 0, scale = 1;
@@ -89,8 +88,8 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
-/* Run a pass that keeps nothing for a backward, where this rank has all of the model or with the
- * other ranks of its pipeline. micro: its weight and samples; NULL: not wanted. */
+/* Run a pass without a backward, on this rank or with all ranks of its pipeline. micro: weight and
+ * samples of the pass; can be NULL. */
 static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain__model_pass *pass,
                                           dtrain__micro *micro)
 {
@@ -112,9 +111,8 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
 }
 
 /* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. A rank
- * without further data takes part in the gathers of the others. Each sample counts once, whatever a
- * step averages over. A loss that counts no samples has the weight that the program gives it, or
- * 1. */
+ * whose data has ended joins the gathers of other ranks. Each sample counts once, whatever a step
+ * averages over. A loss that counts no samples has the weight that the program gives it, or 1. */
 static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
                                             void *user, double *sums)
 {
@@ -126,7 +124,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
     dtrain__world_info(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
-    if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
+    if (next == DTRAIN_ERROR_END) /* in a pipeline on all of its ranks */
         DTRAIN__TRY(trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
                                       : dtrain__join_forward(strategy));
     else {
@@ -142,7 +140,8 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         DTRAIN__TRY(dtrain__pass_end(trainer->tape));
         const double weight =
             micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
-        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
+        DTRAIN__TRY(
+            dtrain_strategy_weight(strategy, 1)); /* the program's weight was for this batch */
         if (trainer->loss_counts) {
             own[DTRAIN__ROUND_LOSS] =
                 dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
@@ -170,7 +169,8 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "next_batch",
                            call, (long long)batches);
     double sums[DTRAIN__ROUND_COUNT] = {0};
-    double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
+    double ended = 0;     /* rounds in which this rank had no data */
+    double all_ended = 0; /* ranks without data in the last round */
     int64_t rounds = 0;
     DTRAIN__TRY(dtrain__check_fetches(&trainer->groups, call, next_batch));
     dtrain__expect_evaluation(trainer->desc.strategy, true);
@@ -184,10 +184,10 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     }
     dtrain__expect_evaluation(trainer->desc.strategy, false);
     trainer->words[trainer->rank][DTRAIN__WORD_ENDED] = (float)(ended / (double)rounds);
-    DTRAIN__TRY(dtrain__words_gather(trainer)); /* with the last step's figures */
+    DTRAIN__TRY(dtrain__words_gather(trainer)); /* the other words are the last step's */
     const double total = sums[DTRAIN__ROUND_WEIGHT];
     *loss = total > 0 ? sums[DTRAIN__ROUND_LOSS] / total : sums[DTRAIN__ROUND_LOSS];
-    if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* not of all samples */
+    if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* samples are missing */
     return dtrain__strategy_keep(trainer->desc.strategy,
                                  dtrain__check_data(trainer, "dtrain_trainer_evaluate:", rounds));
 }
