@@ -48,9 +48,8 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 }
 
 /* Kinds of files by their first bytes, with which no text begins. */
-#define DTRAIN__MAGICS_BIN 2 /* first rows of the table: .bin files of llm.c ... */
-#define DTRAIN__MAGICS_HEADERS \
-    3 /* ... and others with headers, with which no plain records begin */
+#define DTRAIN__MAGICS_BIN 2     /* first rows of the table: .bin files of llm.c ... */
+#define DTRAIN__MAGICS_HEADERS 3 /* ... and other headers, with which no plain records begin */
 static const struct {
     const char *bytes, *what;
 } dtrain__magics[] = {{"\x88\xd8\x34\x01", "an llm.c token file (DTRAIN_DATA_BIN)"},

@@ -140,8 +140,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         DTRAIN__TRY(dtrain__pass_end(trainer->tape));
         const double weight =
             micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
-        DTRAIN__TRY(
-            dtrain_strategy_weight(strategy, 1)); /* the program's weight was for this batch */
+        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the loss set one for this batch */
         if (trainer->loss_counts) {
             own[DTRAIN__ROUND_LOSS] =
                 dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
