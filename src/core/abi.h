@@ -1,19 +1,19 @@
-/* Sizes of structs, for a library that was compiled apart from its program
+/* Sizes of structs, for a library that is compiled separately from its program
  *
  * A program that is compiled with one dtrain.h can run with the shared library of another version.
- * It hands over &dtrain_header_abi in dtrain_launch_desc.abi or dtrain_join_desc.abi:
+ * It passes &dtrain_header_abi in dtrain_launch_desc.abi or dtrain_join_desc.abi:
  *
- *     GROWS    later versions may append fields, never in the padding at its end. A field that the
- *              program does not know is zero, its default; one that the library does not know is
- *              an error unless it is zero. Infos are filled as far as both know them. Calls without
- *              a world (dtrain_strategy_plan, a mesh for plans) read and fill what the first
- *              version had
- *     FIXED    never grows: it stands in arrays or inside of other structs, is returned, or belongs
- *              to calls without a world, such as dtrain_device_create. A program whose struct has
- *              another size is refused by name
+ *     GROWS    later versions may append fields, never in the padding at the end. A field unknown
+ *              to the program is zero, the default. A field unknown to the library is an error
+ *              unless it is zero. The library fills only fields of an info that the program knows.
+ *              Calls without a world (dtrain_strategy_plan, a mesh for plans) use only the fields
+ *              of the first version
+ *     FIXED    never grows: the struct is in arrays or other structs, is returned, or belongs to
+ *              calls without a world, such as dtrain_device_create. If a program's struct has
+ *              another size, the error names it
  *
- * Tables of backends have a version in their first field instead. Entries are appended, none is
- * moved or removed; the numbers are what a struct had in the first version. */
+ * Tables of backends have a version in their first field instead. Entries are appended, never moved
+ * or removed. The numbers are sizes in the first version. */
 
 #pragma once
 
@@ -21,9 +21,10 @@
 
 /* clang-format off */
 #define DTRAIN_ABI_LIST(GROWS, FIXED) \
-    GROWS(launch_desc, options, 200) GROWS(join_desc, options, 192) GROWS(launch_info, restart_count, 28) \
-    GROWS(launch_place, restart_count, 20) GROWS(world_info, comm_given, 72) \
-    GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
+    GROWS(launch_desc, options, 200) GROWS(join_desc, options, 192) \
+    GROWS(launch_info, restart_count, 28) GROWS(launch_place, restart_count, 20) \
+    GROWS(world_info, comm_given, 72) GROWS(mesh_desc, rank, 32) \
+    GROWS(mesh_info, sequence_parallel, 33) \
     GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
     GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
     GROWS(state_desc, comm, 80) GROWS(checkpoint_desc, state, 48) \
@@ -49,8 +50,8 @@
 
 #define DTRAIN_ABI_ONE(...) +1
 
-/* Bytes of each struct of the list, of one that grows up to the end of its last field. */
+/* Bytes of each struct of the list; of a GROWS struct, up to the end of its last field. */
 typedef struct dtrain_abi {
-    uint32_t count; /* entries that follow; 0 = program and library were compiled together */
+    uint32_t count; /* entries that follow; 0 = program and library are compiled together */
     uint32_t bytes[0 DTRAIN_ABI_LIST(DTRAIN_ABI_ONE, DTRAIN_ABI_ONE)];
 } dtrain_abi;

@@ -521,7 +521,6 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     const dtrain__same_list list = dtrain__same_struct(&field, 1, &step);
     const dtrain__state_source *trainer = dtrain__source_of(c->desc.state->desc.trainer);
     const double start = dtrain_seconds();
-    sigset_t all, before;
     DTRAIN__TRY(dtrain__save_settle(c, false));
     dtrain_result result = dtrain__between_steps(c->desc.state->desc.strategy, call);
     if (result == DTRAIN_OK && trainer && *trainer->micro != 0)
@@ -547,11 +546,8 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
         (void)dtrain__save_thread(c);
         result = dtrain__save_settle(c, false);
     } else {
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
         c->threaded = true;
-        const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        const int error = dtrain__thread_start(&c->thread, dtrain__save_thread, c);
         if (error) {
             c->threaded = false;
             dtrain__phase_end(

@@ -485,7 +485,6 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
 static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
 {
     pthread_condattr_t attributes;
-    sigset_t all, before;
     loader->process = getpid();
     loader->thread_rank = dtrain__rank_of_thread();
     pthread_mutex_init(&loader->deal, NULL);
@@ -496,14 +495,11 @@ static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
     pthread_cond_init(&loader->ready, &attributes);
     pthread_condattr_destroy(&attributes);
     int error = 0;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (loader->thread_count < loader->desc.workers && error == 0) {
-        error = pthread_create(&loader->threads[loader->thread_count], NULL,
-                               dtrain__prefetch_worker, loader);
+        error = dtrain__thread_start(&loader->threads[loader->thread_count],
+                                     dtrain__prefetch_worker, loader);
         if (error == 0) loader->thread_count++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
                        "dtrain_loader_create: worker %u of %u could not be started: %s",

@@ -18,7 +18,8 @@
 #include "train/trainer_internal.h"
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
-#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15)     /* times the micro-batch: all differ */
+/* Multiplied by the micro-batch number: odd, so that no two products are equal mod 2^64. */
+#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15)
 
 /* Return the seed of this rank's step. Dropout's random numbers must differ between steps,
  * micro-batches and ranks with other samples, and a repeated run must repeat them. A pass uses the

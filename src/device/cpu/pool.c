@@ -114,20 +114,6 @@ DTRAIN__PRIVATE void dtrain__pool_destroy(dtrain__pool *pool)
     dtrain__free(&allocator, pool, 1, sizeof *pool);
 }
 
-/* Signals stay with the rank's own threads: a worker is created with all of them blocked. */
-static int dtrain__pool_start(dtrain__pool *pool, int index)
-{
-    dtrain__worker *worker = &pool->workers[index - 1];
-    sigset_t all, before;
-    worker->pool = pool;
-    worker->index = index;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &before);
-    int error = pthread_create(&worker->thread, NULL, dtrain__pool_worker, worker);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
-}
-
 /* Returns 0, ENOMEM, or what pthread_create said. `oversubscribed`: threads would spin on a core
  * that another one needs, so they sleep at once. */
 DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
@@ -151,7 +137,10 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
     if (!error) error = pthread_cond_init(&pool->work, NULL);
     if (!error) error = pthread_cond_init(&pool->done, NULL);
     for (int i = 1; i < thread_count && !error; i++) {
-        error = dtrain__pool_start(pool, i);
+        dtrain__worker *worker = &pool->workers[i - 1];
+        worker->pool = pool;
+        worker->index = i;
+        error = dtrain__thread_start(&worker->thread, dtrain__pool_worker, worker);
         if (!error) pool->thread_count = i + 1;
     }
     if (error) {
