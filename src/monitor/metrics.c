@@ -262,7 +262,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     const double now = dtrain_seconds(), step_ms = dtrain_record_value(record, "step_ms");
     if (s->steps == 0) { /* seconds begin with the first step, which took step_ms */
         s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * step_ms;
+        metrics->started = now - 1e-3 * fmax(0, step_ms); /* a record can lack it */
     }
     metrics->last = *record;
     s->steps++;
