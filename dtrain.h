@@ -149,7 +149,7 @@
        src/optim/optimizer.c                Optimizers: AdamW, SGD, Lion
        src/optim/groups.c                   Parameter groups: defaults, membership, checks
        src/optim/schedule.c                 Learning rates
-       src/state/source_internal.h          The part of a trainer and of a loader that a state saves; a state knows no more of them
+       src/state/source_internal.h          The part of a trainer or loader that a state saves; a state knows no other part
        src/train/view_internal.h            The part of a trainer that a monitor reads
        src/core/crc32c.c                    CRC-32C (Castagnoli)
        src/core/crc32c_internal.h           CRC-32C: the checksum of checkpoints
@@ -158,16 +158,14 @@
        src/strategy/view.c                  Answers to the rooms of later rings: see strategy/view_internal.h
        src/strategy/view_internal.h         A strategy as state, tape, trainer and monitor see it
        src/state/state.c                    State: the list of what must survive
-       src/state/box_internal.h             Boxes: which elements of a tensor a piece has, and what two pieces have in common
-       src/state/state_internal.h           The structure of a state, for checkpoints
+       src/state/box_internal.h             Boxes: which elements a piece has, and which elements two pieces share
+       src/state/state_internal.h           The struct of a state, for checkpoints
        src/state/box.c                      Boxes
        src/state/pieces.c                   Pieces: which rank saves which part of a tensor, and how the header of a file describes it
        src/state/checkpoint_internal.h      The structs of checkpoints
        src/state/safetensors_internal.h     safetensors: headers of tensor files, written and read
        src/state/storage_internal.h         Paths, and whole reads and writes over any storage table
        src/state/save.c                     Saving
-       src/state/read.c                     Reading pieces
-       src/state/read_internal.h            Reading pieces of tensors from files: what loading a checkpoint and importing weights share
        src/state/load.c                     Loading
        src/state/export.c                   Whole weights
        src/state/directory.c                Directories of checkpoints: names, order, publishing, removal
@@ -2192,37 +2190,38 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
 
 /* State
  *
- * Everything of a run that must survive it, in one list: what strategy, optimizer, trainer and
- * loader keep, and what the program adds. Checkpoints walk this list, and so can a program that
- * has its own way to store things:
+ * One list of everything that must survive a run: the state of strategy, optimizer, trainer and
+ * loader, and arrays that the program adds. Checkpoints go through this list. A program with its
+ * own storage can do the same.
  *
  *     tensors   values of parameters, moments, momentum; residuals and velocities of
- *               compression; arrays of the program's own
+ *               compression; arrays of the program
  *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
  *               and seed of the loader, the seed of dropout
  *
- * A tensor is described as a whole, and each rank holds pieces of it: different ones where a
- * strategy shards or a tensor axis cuts, all of it where neither does. Ranks may list different
- * tensors, as the stages of a pipeline do; a checkpoint has the tensors of all ranks. */
+ * The list describes a whole tensor, and which pieces of it this rank holds: different pieces per
+ * rank if a strategy shards the tensor or the tensor axis cuts it, otherwise all of it. Ranks can
+ * list different tensors, as the stages of a pipeline do. A checkpoint has the tensors of all
+ * ranks. */
 
 typedef struct dtrain_state dtrain_state;
 
 typedef enum dtrain_state_kind {
-    DTRAIN_STATE_VALUE = 0,      /* of a parameter */
+    DTRAIN_STATE_VALUE = 0,      /* value of a parameter */
     DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments */
     DTRAIN_STATE_EXP_AVG_SQ = 2, /* AdamW's second moments */
     DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
-    DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
-    DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
-    DTRAIN_STATE_HOST = 6,       /* added by the program */
-    DTRAIN_STATE_LION = 7,       /* Lion's momentum: no optimizer continues with another's state */
-    DTRAIN_STATE_MUON = 8,       /* Muon's */
-    DTRAIN_STATE_STEPS = 9,      /* of a parameter: in how many steps it was updated */
-    DTRAIN_STATE_SCALAR = 10,    /* "optimizer.step" and the like: one number, on all ranks */
+    DTRAIN_STATE_RESIDUAL = 4,   /* compression: gradient not sent yet; private to each rank */
+    DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; private to each rank */
+    DTRAIN_STATE_HOST = 6,       /* array that the program added */
+    DTRAIN_STATE_LION = 7,       /* Lion's momentum; no other optimizer continues with it */
+    DTRAIN_STATE_MUON = 8,       /* Muon's momentum; no other optimizer continues with it */
+    DTRAIN_STATE_STEPS = 9,      /* updates of a parameter so far */
+    DTRAIN_STATE_SCALAR = 10,    /* a number such as "optimizer.step", the same on all ranks */
     DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
 
-#define DTRAIN_STATE_BYTES 6u /* besides dtrain_dtype: a blob, of bytes */
+#define DTRAIN_STATE_BYTES 6u /* one more dtype: raw bytes */
 
 /* A piece of a tensor: a run of the elements, in row-major order, of a box.
  *
@@ -2233,39 +2232,39 @@ typedef enum dtrain_state_kind {
  *       . . . . . .           . . . . . .                   . . . . . .
  *
  * A cut along an axis (parallel/cut.h) makes boxes: a slice of rows or columns, or of one component
- * of a packed q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that
- * is a slice itself. The elements that two pieces share are a piece again. Boxes alone would not do
- * as well: a run of a tensor of 4 axes is up to 7 boxes. */
+ * of a packed q|k|v. A strategy that shards by bytes makes runs, also of such a slice. The elements
+ * that two pieces share are a piece again. Boxes without runs would be worse: a run of a tensor of
+ * 4 axes is up to 7 boxes. */
 typedef struct dtrain_piece {
-    int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
-    int64_t offset, count;       /* the run: its first element in the box, and how many */
+    int64_t first[4], length[4]; /* the box; for a whole tensor, zeros and its shape */
+    int64_t offset, count;       /* the run: its first element in the box, its elements */
 } dtrain_piece;
 
 typedef struct dtrain_state_tensor {
-    const char *name;   /* of the parameter, or as it was added */
+    const char *name;   /* name of the parameter or of the item */
     uint32_t kind;      /* dtrain_state_kind */
     uint32_t dtype;     /* dtrain_dtype or DTRAIN_STATE_BYTES */
-    int64_t shape[4];   /* of the whole tensor; leading non-zero entries, all zero = no element */
-    int64_t total;      /* its elements */
-    dtrain_piece piece; /* this rank's; the tensor is listed once for each piece of it */
-    void *memory; /* (piece.count) the host's or the device's: dtrain_device_copy reaches both */
-    void *mirror; /* a second place that must have the same values, or NULL */
-    bool own;     /* every rank has its private tensor by this name */
+    int64_t shape[4];   /* shape of the whole tensor, then zeros; all zero = no element */
+    int64_t total;      /* elements of the whole tensor */
+    dtrain_piece piece; /* piece of this rank; the list has one entry for each piece */
+    void *memory;       /* (piece.count) host or device memory; dtrain_device_copy reaches both */
+    void *mirror;       /* second copy that must have the same values; NULL: none */
+    bool own;           /* every rank has a private tensor of this name */
 } dtrain_state_tensor;
 
-/* An array of the program's own, in host or device memory, which must stay where it is: a random
- * generator, counters, statistics; or a piece of a tensor that ranks share. Ranks may list
- * different arrays; those that list the same one give it the same shape and dtype, and together
- * hold all of its elements: dtrain_checkpoint_open checks both. */
+/* An array of the program, in host or device memory: a random generator, counters, statistics, or a
+ * piece of a tensor that ranks share. The memory must not move. Ranks can list different arrays.
+ * Ranks that list the same array give it the same shape and dtype, and together hold all of its
+ * elements; dtrain_checkpoint_open checks both. */
 typedef struct dtrain_state_item {
     const char *name; /* kept by pointer */
     uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
     int64_t count;
     void *memory;       /* (count) */
-    bool own;           /* every rank has its own; false: all have the same values */
-    int64_t shape[4];   /* of the whole array; zeros = (count) */
-    dtrain_piece piece; /* this rank's, of `count` elements; zeros = all of it. Several pieces of an
-                           array are as many items of one name */
+    bool own;           /* every rank has a private array; false: all have the same values */
+    int64_t shape[4];   /* shape of the whole array; zeros = (count) */
+    dtrain_piece piece; /* piece of this rank, of `count` elements; zeros = all. Several pieces of
+                           an array are several items of one name */
 } dtrain_state_item;
 
 /* The objects of a run. All must outlive the state; all but the strategy may be NULL. */
@@ -2273,65 +2272,65 @@ typedef struct dtrain_state_desc {
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     struct dtrain_trainer *trainer;
-    dtrain_loss_scaler *scaler;   /* of a loop without trainer */
-    struct dtrain_loader *loader; /* of the training data */
-    /* The program's own arrays (item_count), read only by create; NULL = none. */
+    dtrain_loss_scaler *scaler;   /* for a loop without a trainer */
+    struct dtrain_loader *loader; /* loader of the training data */
+    /* Arrays of the program (item_count), read only by create; NULL = none. */
     const dtrain_state_item *items;
     size_t item_count;
     /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none.
-     * Checkpoints hold them, and a load compares texts whose key both sides have. Another text in
-     * `model`, which is what shapes do not show of what values mean (heads, activation, epsilon),
-     * is an error; in `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
+     * Checkpoints store them, and a load compares the texts of keys that both sides have. `model`
+     * has the settings that give values their meaning but do not show in shapes (heads,
+     * activation, epsilon): another text is an error. In `settings` (seed, rate, data), another
+     * text is reported in dtrain_load_info.note. */
     const char *const *model;
     const char *const *settings;
-    /* The ranks that save and load together; NULL = the strategy's. Where each stage of a pipeline
-     * has its own strategy: the ranks of all stages. */
+    /* Ranks that save and load together; NULL = the ranks of the strategy. If each stage of a
+     * pipeline has a separate strategy, give the ranks of all stages. */
     dtrain_comm *comm;
 } dtrain_state_desc;
 
 /* Make the list. Local. */
 DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_state_desc *desc,
                                              dtrain_state **out);
-/* Free the list, and nothing that is in it; NULL is ignored. */
+/* Free the list, but none of its arrays; NULL is ignored. */
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
 /* List the tensors of this rank, followed by the scalars, which are tensors of one element in host
- * memory. Local; valid until the state is destroyed. What is in memory is whole between two
- * steps. */
+ * memory. Local; valid until the state is destroyed. Values are consistent between steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count);
-/* Take over values that the program has written to the memory of the tensors by itself: bring every
- * rank's parameters to where the next forward reads them, and make anew what follows from the
- * scalars. Collective. */
+/* Take over values that the program has written to the memory of the tensors: publish the
+ * parameters to all ranks for the next forward, and recompute all that depends on scalars.
+ * Collective. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state);
 
 /* ==== src/state/storage.h ===================================================================== */
 
 /* Storage
  *
- * The calls through which checkpoints and weights reach their files: a table, so that tests can
- * fail any of them, and a program can keep its files elsewhere than in a file system. Where a desc
- * has none, the file system is meant. A directory below /dev/shm keeps checkpoints in memory: they
- * outlive ranks that dtrain_launch or dtrain-run starts again, but not the machine. */
+ * A table of the calls by which checkpoints and weights reach their files. A test can make any call
+ * fail, and a program can keep its files outside a file system. A desc without a table uses the
+ * file system. A directory below /dev/shm keeps checkpoints in memory: they survive when
+ * dtrain_launch or dtrain-run restarts ranks, but not a reboot. */
 
 typedef enum dtrain_storage_mode {
     DTRAIN_STORAGE_READ = 0,
-    DTRAIN_STORAGE_CREATE = 1,    /* to write a new file; EEXIST if there is one */
-    DTRAIN_STORAGE_LOCK = 2,      /* make it if it is not there, and lock it until close or the end
-                                     of the process; EAGAIN if another has locked it */
-    DTRAIN_STORAGE_DIRECTORY = 3, /* for sync */
+    DTRAIN_STORAGE_CREATE = 1,    /* a new file, to write; EEXIST if it exists */
+    DTRAIN_STORAGE_LOCK = 2,      /* a file that is made if needed, and locked until close or the
+                                     end of the process; EAGAIN if another process holds the lock */
+    DTRAIN_STORAGE_DIRECTORY = 3, /* a directory, to sync */
     DTRAIN_STORAGE_MODES = 4
 } dtrain_storage_mode;
 
-/* Every call returns 0 or more, or a negated errno. Reads and writes may be short or interrupted
- * (-EINTR): the caller repeats them. Several threads call, for one file one at a time. */
+/* Every call returns 0 or more, or a negated errno. Reads and writes can be short or interrupted
+ * (-EINTR): the library repeats them. Several threads can call at once, never for one file. */
 typedef struct dtrain_storage {
     void *user;
     int (*open)(void *user, const char *path, dtrain_storage_mode mode); /* returns the file */
     int64_t (*read)(void *user, int file, void *to, size_t bytes, uint64_t offset);
     int64_t (*write)(void *user, int file, const void *from, size_t bytes, uint64_t offset);
     int64_t (*size)(void *user, int file);
-    int (*sync)(void *user, int file); /* to the disk: the file, or the names in a directory */
+    int (*sync)(void *user, int file); /* a file, or the names in a directory */
     int (*close)(void *user, int file);
     int (*rename)(void *user, const char *from, const char *to); /* atomic; replaces a file */
     int (*remove)(void *user, const char *path);                 /* a file, or an empty directory */
@@ -2347,37 +2346,37 @@ typedef struct dtrain_storage {
  *
  * Each checkpoint is a directory inside the one that a run saves to:
  *
- *     runs/gpt/latest                               the name of the newest, for people and scripts
- *     runs/gpt/lock                                 held (flock) by the run that saves to the
+ *     runs/gpt/latest                               name of the newest, for people and scripts
+ *     runs/gpt/lock                                 locked (flock) by the run that saves to the
  *                                                   directory; DTRAIN_NO_LOCK=1 in the environment:
- *                                                   none, for file systems without flock
- *     runs/gpt/step-000000001000/manifest.json      settings, steps, and a CRC-32C of each header
- *                                model-00000.safetensors    values, of rank 0; in its header what
- *                                                           they are, and a CRC-32C of each MiB
- *                                state-00000.safetensors    everything else, of rank 0
+ *                                                   no lock, for file systems without flock
+ *     runs/gpt/step-000000001000/manifest.json      settings, step, and a CRC-32C of each header
+ *                                model-00000.safetensors    values that rank 0 saved; the header
+ *                                                           has a CRC-32C of each MiB
+ *                                state-00000.safetensors    everything else that rank 0 saved
  *                                model-00001.safetensors    ...
  *
- * Each rank writes what it keeps; of what several ranks keep, one writes it. The files are
- * safetensors (https://github.com/huggingface/safetensors): a tensor that one rank has whole is
- * there by its name, a box of it as "name[first:end,first:end]", and a run of the elements of
- * either, flattened, with "[first:end]" after that.
+ * Each rank writes the pieces that it keeps; if several ranks keep a piece, one of them writes it.
+ * The files are safetensors (https://github.com/huggingface/safetensors). A whole tensor has its
+ * name, a box of a tensor is "name[first:end,first:end]", and a run of the elements of either,
+ * flattened, adds "[first:end]".
  *
- * All of it is written to step-N.tmp and brought to the disk, every rank's success is agreed on,
- * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
- * the checkpoints before it as they were.
+ * The ranks write their files to step-N.tmp, sync them to the disk, and agree that all succeeded.
+ * Then one rename makes the directory a checkpoint. A crash at any moment leaves the earlier
+ * checkpoints as they were.
  *
- * Loading reads the manifest, all headers, and those pieces that this rank needs. Number of ranks,
- * axes of the mesh, strategy, node size, precision and offload may differ from the settings of the
- * run that saved. A load carries over:
+ * Loading reads the manifest, all headers, and the pieces that this rank needs. The number of
+ * ranks, the axes of the mesh, strategy, node size, precision and offload can differ from the run
+ * that saved. A load carries over:
  *
  *     values, moments, momentum, scalars    exactly
- *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
+ *     residuals, velocities    exactly if as many ranks cut buckets in the same way. Otherwise
  *                              every rank begins with the mean over the old ranks that had the
- *                              element, so that the mean gradient gets what is owed to it; and with
- *                              zeros where either side is hierarchical, which owes it per node
- *     arrays of the program's own that differ from rank to rank    by the ranks that were there
+ *                              element, which keeps the mean gradient right, or with zeros if
+ *                              either run is hierarchical, which keeps residuals per node
+ *     private arrays of a rank that the program added    exactly, on ranks that existed before
  *
- * What was not carried over exactly is said in dtrain_load_info.note. */
+ * dtrain_load_info.note names everything that was not carried over exactly. */
 
 typedef struct dtrain_checkpoint dtrain_checkpoint;
 
@@ -2385,97 +2384,97 @@ typedef struct dtrain_checkpoint dtrain_checkpoint;
 
 /* Every zero is the default written beside the field; texts are kept by pointer. */
 typedef struct dtrain_checkpoint_desc {
-    uint32_t keep;         /* the newest n stay; 0 = 3, or DTRAIN_KEEP_ALL */
-    uint32_t keep_best;    /* besides, the n with the least metric given to save, which is a loss;
-                              0 = none */
-    bool set_aside;        /* checkpoints of another run in the directory are moved to one below it,
-                                aside-1; false: they are an error of open */
-    bool background;       /* save copies to host memory, and a thread writes while training goes
-                                on; false: save returns when the checkpoint is there */
-    uint32_t failures;     /* saves in a row that may fail with a warning; dtrain_checkpoint_save
+    uint32_t keep;         /* newest checkpoints to keep; 0 = 3, or DTRAIN_KEEP_ALL */
+    uint32_t keep_best;    /* checkpoints to keep besides: those with the least metric, which is a
+                              loss; 0 = none */
+    bool set_aside;        /* open moves checkpoints of another run to the subdirectory aside-1;
+                                false: they are an error of open */
+    bool background;       /* save copies to host memory, and a thread writes while training
+                                continues; false: save returns when the checkpoint is written */
+    uint32_t failures;     /* failed saves in a row that are only warnings; dtrain_checkpoint_save
                                 returns the error of the next one. If the newest save has failed,
                                 dtrain_checkpoint_wait and _close return its error. 0 = none */
-    const char *directory; /* shared by all ranks; made if it is not there */
+    const char *directory; /* directory that all ranks share; made if it does not exist */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
     const dtrain_storage *storage; /* must outlive the checkpoints; NULL = the file system */
     dtrain_state *state;           /* must outlive them too */
 } dtrain_checkpoint_desc;
 
-/* Open a directory to save to. Collective. Every rank writes and removes a small file, so that a
+/* Open a directory to save to. Collective. Every rank writes and removes a small file, so a
  * directory that is missing, read-only, full or not shared is an error before training starts. A
- * second run that saves to the same directory is refused. What an earlier run left half-written is
+ * second run that saves to the same directory is refused. Half-written files of an earlier run are
  * removed.
  *
- * A directory has one history: one run, from its first checkpoint to the newest. A state that was
- * loaded from one of its checkpoints continues it; checkpoints of later steps, if it was not the
- * newest, are moved to a directory aside-N, out of which nothing is removed and nothing is loaded
- * unless it is named. A save does the same, if an older checkpoint has been loaded since. A
- * directory with checkpoints of another run is DTRAIN_ERROR_DATA: load the newest of them before
+ * A directory has one history: the checkpoints of one run, from the first to the newest. A state
+ * that was loaded from one of them continues the history. If that was not the newest, open moves
+ * the checkpoints of later steps to a subdirectory aside-N. The library removes nothing from it,
+ * and loads from it only by path. A save does the same if an older checkpoint has been loaded since
+ * open. A directory with checkpoints of another run is DTRAIN_ERROR_DATA: load their newest first
  * and continue, save elsewhere, or set them aside. */
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
 /* Save the state as the checkpoint of a step (0 to 2^61 - 1), between two steps. Collective.
  * metric: for keep_best, the same on every rank; NaN: none. A checkpoint of the same step is
- * replaced. A directory that was removed since it was opened is made again, with a warning.
+ * replaced. A directory that was removed after open is made again, with a warning.
  *
- * In the background, this waits for the save before, if that is still being written, and reports
- * its failure. */
+ * In the background, save first waits until the previous save is written, and reports its
+ * failure. */
 DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
                                                 double metric);
-/* Wait for a save in the background. DTRAIN_OK: the newest save is on the disk; otherwise the error
- * says why not, also after a warning (desc.failures), and what is lost. Collective. */
+/* Wait for a save in the background. Collective. DTRAIN_OK: the newest save is on the disk.
+ * Otherwise the error says why not, even if desc.failures made it a warning, and what is lost. */
 DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint);
-/* Wait, with the result of dtrain_checkpoint_wait, and free. Collective, unless the communicator
+/* Wait, free, and return the result of dtrain_checkpoint_wait. Collective, unless the communicator
  * has failed; NULL is ignored. */
 DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint);
 
 typedef struct dtrain_checkpoint_info {
-    int64_t last_step;      /* of the newest checkpoint saved by this object, -1: none yet */
-    uint64_t saved, failed; /* saves */
-    uint64_t bytes;         /* that this rank wrote in the last save */
-    double stall_seconds; /* of the last save: how long dtrain_checkpoint_save took on this rank */
-    double write_seconds; /* of the last save: until this rank's files were on the disk */
-    uint64_t snapshot_bytes; /* host memory held for saves in the background */
+    int64_t last_step;       /* step of the newest checkpoint of this object; -1: none yet */
+    uint64_t saved, failed;  /* saves */
+    uint64_t bytes;          /* bytes that this rank wrote in the last save */
+    double stall_seconds;    /* time that the last dtrain_checkpoint_save took on this rank */
+    double write_seconds;    /* time of the last save until this rank's files were on the disk */
+    uint64_t snapshot_bytes; /* host memory for saves in the background */
 } dtrain_checkpoint_info;
-/* Tell what has been saved; zeros for NULL. Local. */
+/* Get counts and times of saves; zeros for NULL. Local. */
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
                                         dtrain_checkpoint_info *info);
 
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_load_desc {
-    bool partial; /* values that the checkpoint lacks, or has in another shape, stay as they are,
-                     and extra ones are left out; false: either is an error that names them */
-    bool values_only; /* nothing but values of parameters; the state is that of a new run */
-    bool this_job;    /* a checkpoint that this run has saved, started again by dtrain_launch or
-                         the launcher around it (not by a script): DTRAIN_ERROR_NOT_FOUND when the
-                         newest is another's */
+    bool partial; /* keep values that the checkpoint lacks, or has in another shape, and skip extra
+                     values; false: an error names them */
+    bool values_only; /* load only the values of parameters; all else is as in a new run */
+    bool this_job;    /* load only a checkpoint that this job saved before dtrain_launch or the
+                         launcher around it restarted it: DTRAIN_ERROR_NOT_FOUND if the newest is
+                         of another job, or a script restarted the run */
     const dtrain_storage *storage; /* NULL = the file system */
 } dtrain_load_desc;
 
 typedef struct dtrain_load_info {
     int64_t step;
-    int ranks;         /* that saved it */
-    char strategy[32]; /* of theirs */
-    char path[512];    /* the checkpoint's directory */
-    uint64_t bytes;    /* that this rank read */
+    int ranks;         /* ranks that saved it */
+    char strategy[32]; /* strategy of these ranks */
+    char path[512];    /* directory of the checkpoint */
+    uint64_t bytes;    /* bytes that this rank read */
     uint64_t values;   /* tensors of values that were loaded */
     double metric;     /* NaN: none */
     double seconds;
-    char note[600]; /* what was not carried over exactly, and what was passed over on the way;
-                             empty: nothing */
+    char note[600]; /* state that was not carried over exactly, and newer checkpoints that could
+                             not be read; empty: none */
 } dtrain_load_info;
 
 /* Load a checkpoint, between two steps. Collective. path: one checkpoint, or a directory that a run
- * saved to, of which the newest is taken that can be read whole: one that cannot is passed over
- * with a warning. desc and info may be NULL.
+ * saved to. From a directory, load takes the newest checkpoint that can be read whole, and warns of
+ * newer ones that cannot. desc and info may be NULL.
  *
- * DTRAIN_ERROR_NOT_FOUND: the directory is not there, or has no checkpoint: a run may begin.
- * Whatever else goes wrong is another error, after which it must not.
+ * DTRAIN_ERROR_NOT_FOUND: the directory does not exist, or has no checkpoint, so a run can begin.
+ * After any other error a run must not begin.
  *
- * Nothing is changed before the headers have been checked against the state. An error after that
- * leaves a mixture of old and loaded values: every call of the strategy then fails, until a
- * checkpoint has been loaded whole, or the program has set all values and calls
+ * No value changes before the headers have been compared with the state. An error after that leaves
+ * a mixture of old and loaded values. Then every call of the strategy fails, until a whole
+ * checkpoint has been loaded, or the program has set all values and called
  * dtrain_state_changed. */
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
                                                 const dtrain_load_desc *desc,
@@ -2485,85 +2484,84 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 
 /* Whole weights
  *
- * The model as other programs know it: a safetensors file with the whole value of every parameter
- * and nothing else, whatever the number of ranks and the strategy. PyTorch and transformers read
- * it, and import reads what they write.
+ * Export writes a safetensors file with the whole value of every parameter and nothing else,
+ * whatever the number of ranks and the strategy. PyTorch and transformers read it, and import reads
+ * files that they write.
  *
  *     dtrain_export_desc how = {0};
- *     how.names = names;                 as Hugging Face calls them; NULL: as they are called here
+ *     how.names = names;                 the names of Hugging Face; NULL: the names of this run
  *     dtrain_checkpoint_export(strategy, "model.safetensors", &how);
  *
  *     dtrain_import_desc from = {0};
- *     from.names = names;                the same table, read the other way round
+ *     from.names = names;                the same table
  *     dtrain_checkpoint_import(state, "model.safetensors", &from, NULL);
  *
- * These files do not continue a run: a checkpoint does, which has the optimizer's state as well. */
+ * Only a checkpoint can continue a run: these files lack the state of the optimizer. */
 
 /* The name and layout of a parameter in a file. Every zero is the default. */
 typedef struct dtrain_export_name {
-    int64_t rows;     /* the file has only the first rows, as of a padded vocabulary, and import
-                         sets the others to zero; 0 = all. Elements of a 1-D parameter */
-    const char *name; /* NULL = the parameter's own; "" = it is not in the file */
-    bool transpose;   /* 2-D: (rows, columns) here is (columns, rows) there, as in GPT-2's Conv1D */
+    int64_t rows;     /* rows in the file, as of a padded vocabulary (1-D: elements); import sets
+                         the rows after them to zero; 0 = all */
+    const char *name; /* NULL = the parameter's name; "" = not in the file */
+    bool transpose;   /* 2-D: the file has (columns, rows), as GPT-2's Conv1D */
 } dtrain_export_name;
 
 /* Every zero is the default written beside the field; the same on every rank. */
 typedef struct dtrain_export_desc {
-    uint32_t dtype;                  /* of the file: 0 = F32, or BF16, F16, rounded to nearest */
+    uint32_t dtype;                  /* dtype of the file: 0 = F32; BF16, F16: rounded to nearest */
     const dtrain_export_name *names; /* (param_count), unused for aliases; NULL = zeros */
     const dtrain_storage *storage;   /* NULL = the file system */
 } dtrain_export_desc;
 
-/* Write the values of all parameters to a file, tied ones once, in the order of the parameters.
- * Collective, between two steps. Every rank holds one whole parameter at a time in host memory, and
- * rank 0 writes. desc may be NULL.
+/* Write the values of all parameters to a file, in the order of the parameters, tied parameters
+ * once. Collective, between two steps. Every rank holds one whole parameter at a time in host
+ * memory, and rank 0 writes. desc may be NULL.
  *
- * The file is written as path.tmp, brought to the disk, and renamed: what has the name is whole,
- * and an error leaves a file that was there before as it was.
+ * The file is written as path.tmp, synced to the disk, and renamed: a file named `path` is whole.
+ * An error leaves an older file of this name as it was.
  *
- * DTRAIN_ERROR_ARGUMENT on all ranks for a desc that cannot be followed (a name that occurs twice,
- * a transpose of what is not 2-D, too many rows), DTRAIN_ERROR_FILE for a disk that fails. */
+ * DTRAIN_ERROR_ARGUMENT on all ranks for a wrong desc (a name that occurs twice, a transposed
+ * parameter that is not 2-D, too many rows); DTRAIN_ERROR_FILE for a disk that fails. */
 DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, const char *path,
                                                   const dtrain_export_desc *desc);
 
 /* Every zero is the default written beside the field; the same on every rank. */
 typedef struct dtrain_import_desc {
-    bool partial; /* parameters that the file lacks, or has in another shape or type, stay as they
-                     are, and extra tensors are left out; false: either is an error that names
-                     them */
-    const dtrain_export_name *names; /* (param_count), as in dtrain_export_desc, and of aliases the
-                                        name; NULL = zeros */
-    const char *prefix;              /* a name that is not in the file is tried with this before it:
-                                  "transformer."; NULL = none */
-    const char *const *ignore; /* ends of names, then NULL: tensors that have one do not count as
-                                  extra: ".attn.bias"; NULL = none */
+    bool partial; /* keep parameters that the file lacks, or has in another shape or type, and skip
+                     extra tensors; false: an error names them */
+    const dtrain_export_name *names; /* (param_count), as in dtrain_export_desc; of an alias, only
+                                        the name is used; NULL = zeros */
+    const char *prefix;              /* prefix of names, such as "transformer.", tried for a name
+                                  that the file lacks; NULL = none */
+    const char *const *ignore; /* ends of names, such as ".attn.bias", then NULL: tensors that do
+                                  not count as extra; NULL = none */
     const dtrain_storage *storage; /* NULL = the file system */
 } dtrain_import_desc;
 
 typedef struct dtrain_import_info {
     uint64_t values; /* parameters that were set */
-    uint64_t bytes;  /* of values that this rank read */
+    uint64_t bytes;  /* bytes of values that this rank read */
     double seconds;
-    char note[600]; /* with partial: what was not set, and what was left out; empty: nothing */
+    char note[600]; /* partial: parameters not set and tensors skipped; empty: none */
 } dtrain_import_info;
 
-/* Read the values of parameters from a file of F32, BF16 or F16, or from several with an index.
- * Collective, between two steps. Every rank reads what it keeps, block by block; of a transposed
- * one it reads all rows of its columns, and keeps its piece. Then values are published, and an
- * optimizer's master copies set, as dtrain_state_changed does: the state's desc has the optimizer
- * whose copies these are. Its moments and steps stay. desc and info may be NULL.
+/* Read the values of parameters from a file of F32, BF16 or F16, or from several files with an
+ * index. Collective, between two steps. Every rank reads its pieces, block by block; of a
+ * transposed parameter it reads all rows of its columns. Then import publishes the values and sets
+ * the master copies of the state's optimizer, as dtrain_state_changed does. The moments and steps
+ * of the optimizer stay. desc and info may be NULL.
  *
- * path: a safetensors file, or an index (a name that ends with ".json") beside its files; where
- * there is no such file, "path.index.json" is tried. Every rank opens it. Symbolic links are
- * followed, as the cache of Hugging Face consists of them; a name in an index that leads out of its
- * directory is refused.
+ * path: a safetensors file, or an index (a name that ends with ".json") beside its files. If the
+ * file does not exist, "path.index.json" is tried. Every rank opens the files. Symbolic links are
+ * followed, because the cache of Hugging Face consists of them. A name in an index that leads out
+ * of the index's directory is refused.
  *
- * A parameter with aliases may be there under the name of any of them; where several are there,
+ * The file can have a parameter under the name of any of its aliases. If it has several of them,
  * they must have the same bytes.
  *
- * Nothing is changed before everything in the headers was compared with the parameters. An error of
- * the disk after that leaves old and new values, as in dtrain_checkpoint_load.
- * DTRAIN_ERROR_NOT_FOUND: neither the file nor an index of it is there. */
+ * No value changes before all headers have been compared with the parameters. An error of the disk
+ * after that leaves a mixture of old and new values, as in dtrain_checkpoint_load.
+ * DTRAIN_ERROR_NOT_FOUND: neither the file nor its index exists. */
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
                                                   const dtrain_import_desc *desc,
                                                   dtrain_import_info *info);
@@ -19637,9 +19635,9 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
 
 /* ==== src/state/source_internal.h ============================================================= */
 
-/* The part of a trainer and of a loader that a state saves; a state knows no more of them. */
+/* The part of a trainer or loader that a state saves; a state knows no other part. */
 
-/* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */
+/* A number of 4 or 8 bytes, the same on every rank. */
 typedef struct dtrain__scalar {
     const char *name; /* "optimizer.step" */
     void *memory;     /* (bytes) */
@@ -19648,18 +19646,18 @@ typedef struct dtrain__scalar {
 
 /* The first member of a dtrain_trainer and of a dtrain_loader. */
 typedef struct dtrain__state_source {
-    dtrain__scalar scalars[5]; /* up to the first without a name */
-    /* Continue where the scalars say, after a load. Write to note (room bytes) what does not
-     * continue exactly, if anything. */
+    dtrain__scalar scalars[5]; /* ends at the first without a name */
+    /* Continue from the loaded scalars. If that is not exact, write the reason to note (room
+     * bytes). */
     void (*resume)(struct dtrain__state_source *source, char *note, size_t room);
-    /* Of a trainer; NULL in a loader. */
+    /* Members of a trainer; NULL in a loader. */
     const dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    dtrain_loss_scaler *scaler; /* NULL: the loss is not scaled */
-    const uint32_t *micro;      /* micro-batches of the step under way that are done */
+    dtrain_loss_scaler *scaler; /* NULL: no loss scaling */
+    const uint32_t *micro;      /* finished micro-batches of the step under way */
 } dtrain__state_source;
 
-/* Return the source that a trainer or a loader begins with; NULL for NULL. */
+/* Return the source at the beginning of a trainer or loader; NULL for NULL. */
 static inline dtrain__state_source *dtrain__source_of(void *object)
 {
     return (dtrain__state_source *)object;
@@ -20460,16 +20458,16 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
 
 /* State: the list of what must survive
  *
- * Made once, from the tables of those who own the memory: nothing is copied here, and no address in
- * the list changes during a run. Which of several ranks that hold the same piece writes it is for
- * checkpoints to choose. */
+ * The list is made once, from the objects that own the memory. It copies nothing, and its addresses
+ * stay the same during a run. If several ranks hold the same piece, all of them list it, and
+ * state/pieces.c chooses the one that writes. */
 
 /* ==== src/state/box_internal.h ================================================================ */
 
-/* Boxes: which elements of a tensor a piece has, and what two pieces have in common. */
+/* Boxes: which elements a piece has, and which elements two pieces share. */
 
 /* state/box.c */
-/* Return a piece that is all of a tensor. */
+/* Return the piece that is a whole tensor. */
 DTRAIN__PRIVATE dtrain_piece dtrain__piece_whole(const int64_t shape[4]);
 /* Return the number of elements of the piece's box. */
 DTRAIN__PRIVATE int64_t dtrain__box_count(const dtrain_piece *piece);
@@ -20479,34 +20477,34 @@ DTRAIN__PRIVATE bool dtrain__piece_fits(const dtrain_piece *piece, const int64_t
 DTRAIN__PRIVATE int dtrain__piece_order(const dtrain_piece *a, const dtrain_piece *b);
 /* Tell whether two pieces are runs of the same box. */
 DTRAIN__PRIVATE bool dtrain__box_same(const dtrain_piece *a, const dtrain_piece *b);
-/* Set *common to the elements that both pieces have; false: there are none. */
+/* Set *common to the elements that both pieces have; return false if there are none. */
 DTRAIN__PRIVATE bool dtrain__piece_common(const dtrain_piece *a, const dtrain_piece *b,
                                           dtrain_piece *common);
-/* Return the place in `piece`, counted from the beginning of its run, of element i of the box of
- * `part`, which lies in the piece. */
+/* Return the place of element i of the box of `part` in `piece`, counted from the beginning of the
+ * run of `piece`. The element must lie in `piece`. */
 DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtrain_piece *part,
                                             int64_t i);
-/* Return how many elements of the box of `part`, from i on, follow one another in `piece` too. */
+/* Count the elements of the box of `part`, from i on, that also follow one another in `piece`. */
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i);
 
 /* ==== src/state/state_internal.h ============================================================== */
 
-/* The structure of a state, for checkpoints. */
+/* The struct of a state, for checkpoints. */
 
-#define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
+#define DTRAIN__SETTING 256 /* bytes of a key or its text, with the 0 */
 
 struct dtrain_state {
     dtrain_world *world;
     dtrain_allocator allocator;
     dtrain_state_desc desc;
-    dtrain_comm *comm; /* the ranks that save and load together */
+    dtrain_comm *comm; /* ranks that save and load together */
     dtrain_device *device;
     dtrain_state_tensor *tensors; /* (tensor_room), tensor_count in use */
     size_t tensor_count, tensor_room;
 
-    /* Its history, as rank 0 knows it: the run of the checkpoint that was loaded or saved last, 0 =
-     * unknown, and the step, -1 = there was none. */
+    /* Rank 0: run and step of the checkpoint that was loaded or saved last; run 0 = unknown, step
+     * -1 = none. */
     uint64_t run;
     int64_t step;
 };
@@ -20514,7 +20512,7 @@ struct dtrain_state {
 /* state/state.c */
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
-/* Tell whether two ranks, or a rank and a file, describe the same tensor in the same way. */
+/* Tell whether two descriptions of a tensor agree on dtype, shape and `own`. */
 DTRAIN__PRIVATE bool dtrain__state_alike(const dtrain_state_tensor *a,
                                          const dtrain_state_tensor *b);
 
@@ -20523,7 +20521,7 @@ DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
     return dtype == DTRAIN_STATE_BYTES ? 1 : dtrain_dtype_bytes((dtrain_dtype)dtype);
 }
 
-/* Return the name of a kind, as it is in manifests and files. */
+/* Return the name of a kind, as in files and sentences. */
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
@@ -20532,11 +20530,11 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
-static const int64_t dtrain__one[4] = {1, 0, 0, 0}; /* the shape of a number */
+static const int64_t dtrain__one[4] = {1, 0, 0, 0}; /* shape of a scalar */
 
 /* ---- Tensors ----------------------------------------------------------------------------------*/
 
-/* Append a tensor of which this rank has all; NULL: no memory. */
+/* Append a tensor that this rank holds whole; NULL: out of memory. */
 static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_state_kind kind,
                                                  const char *name, uint32_t dtype,
                                                  const int64_t shape[4], void *memory)
@@ -20556,15 +20554,15 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_sta
     return tensor;
 }
 
-/* Append what a shard has of a tensor of fp32 with the shape of its parameter. A tensor axis gives
- * this rank a part of the parameter, one run of each component along the axis that is cut, and the
- * shard is a run of that part, with its components one after the other:
+/* Append the pieces of a tensor of fp32 that a shard holds; the tensor has the shape of the shard's
+ * parameter. The tensor axis gives this rank a part of the parameter: one run of each component
+ * along the cut axis. The shard is a run of that part, whose components follow one another:
  *
  *     q|k|v     | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
  *     part      | q2 q3 | k2 k3 | v2 v3 |    boxes of the whole, and memory without a gap
  *     shard            | 3 | k2 k3 | v2 |    three pieces: a run of each box
  *
- * A rank that has nothing lists a piece of no elements. */
+ * A rank without an element lists one empty piece. */
 static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
                                         dtrain_state_kind kind, float *memory, float *mirror)
 {
@@ -20574,8 +20572,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     const uint32_t runs = part.axis < 0 ? 1 : part.runs;
     const bool wide = p->dtype == DTRAIN_DTYPE_F64;
     const uint32_t dtype = wide ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
-    const int64_t words = wide ? 2 : 1;     /* of 4 bytes, of an element */
-    int64_t begin = 0, left = shard->count; /* of the box in the part; elements not listed yet */
+    const int64_t words = wide ? 2 : 1; /* floats that an element takes */
+    int64_t begin = 0,
+            left = shard->count; /* first element of the box in the part; not listed yet */
     for (uint32_t k = 0; k < runs; k++) {
         dtrain_piece box = dtrain__piece_whole(p->shape);
         if (part.axis >= 0) {
@@ -20603,9 +20602,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* Append what parameters have, class by class: values, the optimizer's first and second states, and
- * counts of updates. The master copy of an offloaded update mirrors the value: both are the
- * same between steps. Stages of other ranks list what has no memory on this rank. */
+/* Append the state of parameters, class by class: values, the optimizer's first and second states,
+ * and counts of updates. The master copy of an offloaded update mirrors the value: both are equal
+ * between steps. A parameter without memory on this rank is listed by the ranks of its stage. */
 static dtrain_result dtrain__state_params(dtrain_state *state)
 {
     static const dtrain_state_kind firsts[] = {DTRAIN_STATE_KINDS, DTRAIN_STATE_EXP_AVG,
@@ -20647,8 +20646,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append every parameter's residual and velocity, if this rank keeps such of any parameter. Of a
- * parameter of which it keeps nothing, it lists a piece of no elements. */
+/* Append residuals of all parameters if this rank keeps any residual, and likewise velocities. A
+ * parameter without one gets an empty piece. */
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
     size_t count, kept_count;
@@ -20688,7 +20687,7 @@ DTRAIN__PRIVATE bool dtrain__state_alike(const dtrain_state_tensor *a, const dtr
            memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
-/* Append an array of the program's own. */
+/* Append an array of the program. */
 static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_item *item)
 {
     const char *const call = "dtrain_state_create";
@@ -20698,7 +20697,7 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
                            "%s: expected an item with a name, a dtype (found %u), count >= 0 "
                            "(found %lld) and memory",
                            call, item->dtype, (long long)item->count);
-    const bool all = item->piece.count == 0; /* of the array */
+    const bool all = item->piece.count == 0; /* the whole array */
     int64_t shape[4];
     memcpy(shape, item->shape, sizeof shape);
     if (!shape[0]) shape[0] = item->count;
@@ -20725,22 +20724,8 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-/* Append numbers, up to the first without a name, as tensors of one element. */
-static dtrain_result dtrain__state_numbers(dtrain_state *state, const dtrain__scalar *list)
-{
-    for (; list && list->name; list++) {
-        const bool real = strcmp(list->name, "scaler.scale") == 0;
-        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
-        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, list->name,
-                                  list->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow,
-                                  dtrain__one, list->memory))
-            return DTRAIN_ERROR_MEMORY;
-    }
-    return DTRAIN_OK;
-}
-
-/* Append the numbers of those objects that there are. Compression depends on the strategy's step; a
- * schedule and the seeds of dropout depend on the trainer's. */
+/* Append the scalars of all objects of the desc, as tensors of one element. Compression depends on
+ * the strategy's step; schedule and dropout depend on the trainer's step. */
 static dtrain_result dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
@@ -20748,26 +20733,29 @@ static dtrain_result dtrain__state_scalars(dtrain_state *state)
     const dtrain__state_source *loader = dtrain__source_of(desc->loader);
     dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
     const dtrain__scalar steps[] = {
-        {"strategy.step", &dtrain__notes_of(desc->strategy)->sync_count, 8}, {NULL, NULL, 0}};
-    DTRAIN__TRY(dtrain__state_numbers(state, steps));
-    if (desc->optimizer) {
-        const dtrain__scalar updates[] = {{"optimizer.step", &desc->optimizer->step_count, 8},
-                                          {NULL, NULL, 0}};
-        DTRAIN__TRY(dtrain__state_numbers(state, updates));
-    }
-    if (scaler) {
-        const dtrain__scalar scale[] = {{"scaler.scale", &scaler->scale, 4},
-                                        {"scaler.good_steps", &scaler->good_steps, 4},
-                                        {"scaler.bad_steps", &scaler->bad_steps, 4},
-                                        {"scaler.skipped_steps", &scaler->skipped_steps, 8},
-                                        {NULL, NULL, 0}};
-        DTRAIN__TRY(dtrain__state_numbers(state, scale));
-    }
-    DTRAIN__TRY(dtrain__state_numbers(state, trainer ? trainer->scalars : NULL));
-    return dtrain__state_numbers(state, loader ? loader->scalars : NULL);
+        {"strategy.step", &dtrain__notes_of(desc->strategy)->sync_count, 8},
+        {"optimizer.step", desc->optimizer ? &desc->optimizer->step_count : NULL, 8},
+        {"scaler.scale", scaler ? &scaler->scale : NULL, 4},
+        {"scaler.good_steps", scaler ? &scaler->good_steps : NULL, 4},
+        {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
+        {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
+        {NULL, NULL, 0}};
+    const dtrain__scalar *const lists[] = {steps, trainer ? trainer->scalars : NULL,
+                                           loader ? loader->scalars : NULL};
+    for (int l = 0; l < 3; l++)
+        for (const dtrain__scalar *at = lists[l]; at && at->name; at++) {
+            const bool real = strcmp(at->name, "scaler.scale") == 0;
+            const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
+            if (at->memory &&
+                !dtrain__state_append(state, DTRAIN_STATE_SCALAR, at->name,
+                                      at->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow,
+                                      dtrain__one, at->memory))
+                return DTRAIN_ERROR_MEMORY;
+        }
+    return DTRAIN_OK;
 }
 
-/* Refuse settings that are no pairs, or that no manifest could give back. */
+/* Refuse settings that are not pairs, or too long for a load to read back. */
 static dtrain_result dtrain__settings_check(const char *call, const char *const *pairs)
 {
     size_t count = 0;
@@ -20842,16 +20830,16 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-/* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
- * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
- * compression depends on its step, and forgets micro-batches of a step under way. */
+/* Copy values to their mirrors, and publish them. The loader drops the batches that its workers
+ * have read ahead. The strategy chooses again how to reduce each bucket, which depends on its step
+ * if compression is on, and forgets the micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__GIVEN("dtrain_state_changed", state);
     dtrain_strategy *strategy = state->desc.strategy;
     dtrain__notes *notes = dtrain__notes_of(strategy);
     const char *const torn = notes->torn;
-    notes->torn = NULL; /* values are whole again */
+    notes->torn = NULL; /* cleared: values are consistent now */
     dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
     if (result != DTRAIN_OK) {
         notes->torn = torn;
@@ -20878,14 +20866,13 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 
 /* Boxes
  *
- * A piece is a run of the elements of a box (state.h). Row-major order is the order of coordinates,
- * compared axis by axis, and so it is the same order in a tensor, in a box of it, and in a box of
- * that box. Three things follow, and nothing else is needed:
+ * A piece is a run of the elements of a box (state.h). Row-major order compares coordinates axis by
+ * axis, so it is the same order in a tensor, in a box of the tensor, and in a box of that box.
+ * Three facts follow, and the code needs no others:
  *
- *     - the elements that a box shares with a run of a larger box are a run again: what is between
- *       two elements of the larger one is between two elements of the smaller one
- *     - so two pieces have a piece in common: the box where their boxes meet, and the run where
- *       both runs meet in it
+ *     - a smaller box shares a run of its elements with a run of a larger box, because both boxes
+ *       have the same order
+ *     - two pieces share a piece: the box where their boxes meet, and the run where both runs meet
  *     - a place in one box becomes a place in another by counting the elements before it */
 
 enum { DTRAIN__AXES = 4 };
@@ -20912,7 +20899,7 @@ DTRAIN__PRIVATE dtrain_piece dtrain__piece_whole(const int64_t shape[4])
     return piece;
 }
 
-/* Compare without a sum that could overflow: the numbers may come from a file. */
+/* Compare without a sum that can overflow, because the numbers can come from a file. */
 DTRAIN__PRIVATE bool dtrain__piece_fits(const dtrain_piece *piece, const int64_t shape[4])
 {
     for (int d = 0; d < DTRAIN__AXES; d++)
@@ -20924,8 +20911,8 @@ DTRAIN__PRIVATE bool dtrain__piece_fits(const dtrain_piece *piece, const int64_t
            piece->offset <= count - piece->count;
 }
 
-/* Return how many elements of the box of `part` come before element `index` of the box of
- * `whole`. index may be the number of its elements. */
+/* Count the elements of the box of `part` that come before element `index` of the box of `whole`.
+ * index can be the number of elements of `whole`. */
 static int64_t dtrain__box_before(const dtrain_piece *part, const dtrain_piece *whole,
                                   int64_t index)
 {
@@ -20987,8 +20974,8 @@ DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtr
     return dtrain__box_before(piece, part, i) - piece->offset;
 }
 
-/* A row of the part follows the row before it where the part is as long as the piece in all axes
- * after the one that is counted. */
+/* Rows of the part follow one another in the piece as long as both have the same length along all
+ * later axes. */
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i)
 {
@@ -21047,17 +21034,17 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 #define DTRAIN__TENSOR_DIMS 16
 #define DTRAIN__TENSOR_NAME 512 /* bytes of a name, its 0 included */
 
-/* Types of the format: those of dtrain_dtype have the same numbers, others follow. */
+/* Numbers of the format's types: the types of dtrain_dtype keep their numbers, others follow. */
 enum { DTRAIN__STORED_U8 = 6, DTRAIN__STORED_F64 = 5, DTRAIN__STORED_TYPES = 22 };
 
 /* One tensor of a file. */
 typedef struct dtrain__stored {
     const char *name;
-    uint32_t dtype; /* its number among the types of the format */
+    uint32_t dtype; /* number of its type */
     int dims;
     int64_t shape[DTRAIN__TENSOR_DIMS];
-    uint64_t begin, end; /* bytes, from the beginning of the data */
-    const void *user;    /* who reads the tensor, for the caller; NULL: nobody */
+    uint64_t begin, end; /* offsets in bytes, from the beginning of the data */
+    const void *user;    /* reader of the tensor, set by the caller; NULL: none */
 } dtrain__stored;
 
 /* The tensors of a file. */
@@ -21067,36 +21054,35 @@ typedef struct dtrain__tensor_file {
     size_t count, room;
     char *names; /* (names_bytes) */
     size_t names_bytes;
-    const char *metadata, *metadata_end; /* key, 0, text, 0, ...; in names; NULL: none */
-    uint64_t data;                       /* where the data begins in the file */
-    uint32_t crc;                        /* of the header, if it was read from a file */
+    const char *metadata, *metadata_end; /* key, 0, text, 0, ..., in names; NULL: none */
+    uint64_t data;                       /* offset of the data in the file, in bytes */
+    uint32_t crc;                        /* checksum of the header, if read from a file */
 } dtrain__tensor_file;
 
-/* Write the header of a file to a text that is empty at first: add each tensor, in the order of
- * their data, from byte 0 on, then end. metadata is a JSON object of strings. The header is padded
- * with blanks to a multiple of 8 and read again at once: what would not be read later, a name that
- * occurs twice for example, is DTRAIN_ERROR_DATA. */
+/* Write the header of a file to an empty text: add each tensor in the order of its data, from byte
+ * 0 on, then end. metadata is a JSON object of strings. End pads the header with blanks to a
+ * multiple of 8 bytes and parses it: a header that no reader would accept, for example with a name
+ * that occurs twice, is DTRAIN_ERROR_DATA. */
 DTRAIN__PRIVATE void dtrain__safetensors_add(dtrain__text *text, const dtrain__stored *tensor);
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_end(dtrain__text *text, const char *metadata,
                                                       uint64_t data_bytes);
-/* Read the header of a file and check all of it, first its checksum (crc: 8 digits; NULL: it is not
- * known). This takes at most six times the memory of the header, and leaves nothing to free after
- * an error. */
+/* Read the header of a file, check its checksum (crc: 8 digits; NULL: unknown), and parse it. This
+ * takes at most six times the memory of the header. After an error, *out needs no free. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage,
                                                        const char *path, const char *crc,
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out);
-/* The same for a header that is in memory: header (bytes), of a file of file_bytes. */
+/* Parse and check a header in memory (bytes), which belongs to a file of file_bytes. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const char *header,
                                                         size_t bytes, uint64_t file_bytes,
                                                         const dtrain_allocator *allocator,
                                                         dtrain__tensor_file *out);
-/* Find a tensor by name: NULL when there is none. */
+/* Find a tensor by name; NULL: none. */
 DTRAIN__PRIVATE dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
                                                          const char *name);
 DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
-/* Return the bytes of an element of a type, 0 if it is smaller than one; and the type's name in the
- * format ("F32"). */
+/* Return the bytes of an element of a type, or 0 if it has fewer than 8 bits; and the type's name
+ * in the format ("F32"). */
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 
@@ -21106,7 +21092,7 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 
 #define DTRAIN__PATH 768
 
-/* A path that is long enough for all that a checkpoint names. */
+/* A path, long enough for every file of a checkpoint. */
 typedef struct dtrain__file_path {
     char text[DTRAIN__PATH];
 } dtrain__file_path;
@@ -21310,6 +21296,56 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_read(dtrain__manifest *m, bool values_only);
 DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *m, uint32_t kind,
                                                         const char *name);
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* The reader keeps one open file and one block in memory. */
+typedef struct dtrain__reader {
+    const dtrain_storage *storage;
+    dtrain_device *device;
+    char *block;                   /* (BLOCK) */
+    int64_t low, high;             /* elements of a piece that are in the block */
+    int file;                      /* open file; -1: none */
+    char opened[2 * DTRAIN__PATH]; /* its path */
+    uint64_t bytes;                /* bytes read so far */
+} dtrain__reader;
+
+/* The first names of a list, as text. */
+typedef struct dtrain__name_list {
+    char text[400];
+    int count; /* names; 7: the text ends with "..." */
+} dtrain__name_list;
+
+/* The kinds of differences between a file and a run. The kinds before DTRAIN__REFUSED are errors,
+ * unless the load or import is partial. */
+enum {
+    DTRAIN__OTHER_MODEL,
+    DTRAIN__MISSING,
+    DTRAIN__DIFFERENT,
+    DTRAIN__EXTRA,
+    DTRAIN__REFUSED,
+    DTRAIN__OTHER_SETTINGS = DTRAIN__REFUSED,
+    DTRAIN__ANEW,
+    DTRAIN__LEFT_OUT,
+    DTRAIN__AVERAGED,
+    DTRAIN__DIFFERENCES
+};
+
+/* state/load.c */
+DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
+                                                   const dtrain_state *state,
+                                                   const dtrain_storage *storage);
+DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader, const char *path,
+                                                    const dtrain__held *held, bool widen,
+                                                    int64_t first, int64_t count, char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const char *path,
+                                                 const dtrain__held *held,
+                                                 const dtrain_state_tensor *target, float scale);
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
+                                             size_t room);
 
 #define DTRAIN__PIECE_ABOUT 256 /* bytes of a header that a piece takes, estimated */
 #define DTRAIN__PIECE_KEY "piece:"
@@ -21689,25 +21725,30 @@ DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *
 
 /* Saving
  *
- *     plan        once: where in which of two files each piece goes. Values have a separate
- *                 file, because programs read them without the rest
- *     snapshot    copy these pieces to host memory, for a save in the background
- *     write       files, block by block with their checksums; the header, which has these, comes
- *                 last, and a rename then says that the file is whole and on the disk
+ *     plan        assign each piece that this rank writes a place in one of two files: values, and
+ *                 all else. This happens once, when the directory is opened
+ *     snapshot    copy the pieces to host memory, if a thread writes in the background
+ *     write       write both files, block by block. The header comes last, because it has the
+ *                 checksums of the blocks. A rename marks the file as whole and on the disk
+ *     publish     rank 0 reads all headers, writes the manifest, renames the directory and removes
+ *                 old checkpoints
+ *     settle      all ranks agree whether the save succeeded
  *
- *     every rank       wait for the save before | snapshot |         agree
- *     its thread                                           | write |
- *     rank 0's thread                                      | write | headers of all, manifest,
- *                                                                    rename, old ones go
+ * In the background, snapshot belongs to one call and settle to the next:
  *
- * Without a thread the same steps follow each other. A thread must not call a collective, because
- * its order among those of training would differ from rank to rank: rank 0's thread polls the
- * directory, which all share, for the files of the others, and the ranks agree at the next call.
- * Rank 0 stops waiting when that agreement reports the failure of a rank. */
+ *     every rank         save(n): settle n-1 | snapshot |   training   | save(n+1): settle n | ...
+ *     thread of a rank                                  | write |
+ *     thread of rank 0                                  | write | publish |
+ *
+ * Otherwise one call does all steps in this order. The thread must not call a collective: its place
+ * among the collectives of training would differ from rank to rank. Therefore the thread of rank 0
+ * polls the shared directory for the files of the other ranks. If a rank has failed to write, rank
+ * 0 learns of it when it settles, and tells its thread to stop polling. */
 
-#define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
-#define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
+#define DTRAIN__POLL_MS 10     /* interval of polls for a file of another rank */
+#define DTRAIN__SHARED_MS 5000 /* longest delay until one host sees the file of another host */
 
+/* Keep a result and the last error. */
 DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
 {
     dtrain__outcome outcome;
@@ -21716,7 +21757,7 @@ DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
     return outcome;
 }
 
-/* Return the result, and make its sentence the last error again. */
+/* Return the result, and restore its sentence as the last error. */
 DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
 {
     if (outcome->result == DTRAIN_OK) return DTRAIN_OK;
@@ -21731,7 +21772,7 @@ static void dtrain__poll_sleep(void)
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-/* Order pieces by file, wide elements first: so all are aligned. */
+/* Order pieces by file, then by element size, largest first, so that every piece is aligned. */
 static int dtrain__file_order(const void *left, const void *right)
 {
     const dtrain_state_tensor *a = &((const dtrain__held *)left)->tensor;
@@ -21741,8 +21782,9 @@ static int dtrain__file_order(const void *left, const void *right)
     return files ? files : widths ? widths : dtrain__held_order(left, right);
 }
 
-/* Plan both files, and make the memory that blocks and snapshots are copied to. A tensor without
- * elements has an entry in its file. */
+/* Place the pieces that this rank writes in its two files, and allocate checksums and either the
+ * snapshot or the bounce buffer. A piece without elements is not written, but a tensor without
+ * elements gets its entry. */
 static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
@@ -21791,7 +21833,8 @@ static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write a piece after the header of its file, block by block. */
+/* Write a piece block by block, and keep the checksum of each block. `data` is the offset of the
+ * file's data. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
                                          uint64_t data, const dtrain__held *held)
 {
@@ -21813,7 +21856,7 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
     return DTRAIN_OK;
 }
 
-/* Write what was planned to step-N.tmp, which is there. */
+/* Write both files of this rank to the directory step-N.tmp. */
 static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -21824,7 +21867,7 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
         const dtrain__file_path path = dtrain__tensors_path(directory.text, f, c->rank);
         const dtrain__file_path tmp =
             dtrain__path_in(directory.text, "%s-%05d.tmp", f ? "state" : "model", c->rank);
-        const uint64_t data = plan->header.bytes; /* where it begins */
+        const uint64_t data = plan->header.bytes; /* offset of the data */
         dtrain_result result = DTRAIN_OK;
         int file;
         DTRAIN__TRY(dtrain__storage_open(storage, tmp.text, DTRAIN_STORAGE_CREATE, &file));
@@ -21835,7 +21878,7 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
             result =
                 dtrain__storage_write(storage, file, tmp.text, plan->header.at, (size_t)data, 0);
         DTRAIN__TRY(dtrain__storage_finish(storage, file, tmp.text, result));
-        /* the names are brought to the disk all at once, when the checkpoint is published */
+        /* publishing syncs the directory, and with it all names at once */
         const int code = storage->rename(storage->user, tmp.text, path.text);
         if (code < 0) return dtrain__storage_fail(tmp.text, "renamed", code);
         c->bytes += data + plan->bytes;
@@ -21845,8 +21888,8 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 
 /* ---- The directory ----------------------------------------------------------------------------*/
 
-/* Rank 0: set aside the checkpoints of later steps than the one that the state comes from, and let
- * the directory continue the state's run. */
+/* On rank 0, set aside the checkpoints that the state does not continue: those of steps later than
+ * `next` or than the step at which the state was loaded or saved, and all those of another run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
@@ -21861,8 +21904,8 @@ static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
     return DTRAIN_OK;
 }
 
-/* Rank 0: find out whether the directory has the history of the state's run. A run that begins gets
- * the number of its job. */
+/* On rank 0, check that the checkpoints in the directory belong to the run of the state. A new run
+ * is named by the number of its job. */
 static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
 {
     dtrain_state *state = c->desc.state;
@@ -21889,9 +21932,9 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* Rank 0: make the directory, take its lock, and clear away what a crash has left. The names of the
- * directory, and of those above it that are not there, are brought to the disk: all that is saved
- * in it could be gone otherwise after a loss of power. */
+/* On rank 0, make the directory, lock it, and remove what a crash has left. Each directory that is
+ * made is synced to its parent: otherwise a loss of power could take the whole directory with its
+ * checkpoints. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -21925,8 +21968,8 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
     return dtrain__history_join(c);
 }
 
-/* Plan the saves and take the directory: the lock, then every rank's probe. Each rank writes a
- * small file, and waits until it sees that of rank 0. */
+/* Plan the files, lock the directory, and probe it on every rank: each rank writes a small file and
+ * waits until it sees the file of rank 0. */
 static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -21959,9 +22002,10 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
- * checkpoint is there. A metric that is not finite, or cannot be read, counts as DBL_MAX; its bits
- * say that even where a compiler takes all numbers as finite. The newer of equals is better. */
+/* Remove the checkpoints that neither `keep` nor `keep_best` keeps. If one cannot be removed, warn:
+ * the save itself has succeeded. A metric that is missing or not finite counts as DBL_MAX; the test
+ * reads the exponent bits, because -ffast-math would drop a comparison. Of equal metrics the newer
+ * is better. */
 static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 {
     dtrain__steps list;
@@ -21993,9 +22037,9 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Rank 0: write the manifest when every rank's files are there, and make it a checkpoint. A file
- * is there when all ranks have written, unless this host sees it later than the one that has
- * written it. */
+/* On rank 0, wait for the files of every rank, write the manifest, and publish the checkpoint.
+ * Without a thread all ranks have written before this call, but a shared file system can show
+ * their files late. */
 static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 {
     const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
@@ -22025,7 +22069,7 @@ static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 
 /* ---- The thread that writes -------------------------------------------------------------------*/
 
-/* End a phase, with its outcome. */
+/* Record the outcome of a phase, and wake the thread that waits for it. */
 static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
 {
     pthread_mutex_lock(&c->mutex);
@@ -22035,7 +22079,7 @@ static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_resul
     pthread_mutex_unlock(&c->mutex);
 }
 
-/* Write this rank's files; as a thread, publish the checkpoint too. */
+/* Write this rank's files. In the background, rank 0 also publishes the checkpoint here. */
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
@@ -22052,7 +22096,7 @@ static void *dtrain__save_thread(void *argument)
     return NULL;
 }
 
-/* Wait until a phase has ended, at most until the deadline of all waits. */
+/* Wait until a phase has ended, at most for the world's timeout, and return its outcome. */
 static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
 {
     struct timespec end;
@@ -22073,7 +22117,7 @@ static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
 
 /* ---- Save -------------------------------------------------------------------------------------*/
 
-/* Fail with the reason of the newest save's failure, and say which steps are lost. */
+/* Fail with the error of the newest save, and say which steps are lost. */
 static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
 {
     char lost[80] = "this run has saved nothing, and what it trained is lost";
@@ -22084,9 +22128,10 @@ static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
                        (long long)c->step, dtrain__bare(c->lost.text), lost);
 }
 
-/* Count a save that has ended. A failure is a warning, but an error after desc.failures in a row,
- * before a wait or close (`last`), whose caller relies on the save, and when the communicator has
- * failed. What a failed save has written is removed: that may be what filled the disk. */
+/* Count a save that has ended. desc.failures failed saves in a row are warnings, and the next one
+ * is an error. A failure is an error at once if the communicator has failed, and in a wait or close
+ * (`last`), whose caller relies on the save. The files of a failed save are removed, because they
+ * can be what filled the disk. */
 static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result result, bool last)
 {
     if (result == DTRAIN_OK) {
@@ -22112,14 +22157,14 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
     return DTRAIN_OK;
 }
 
-/* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
- * error says why not. A thread that waits for a disk that does not answer is left running. */
+/* Settle the save under way, if there is one: all ranks return success, or all return one error. A
+ * thread that is still blocked by the disk at the timeout is detached and left running. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
     const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
     const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
-    /* the others wait for rank 0's thread: it must give up before their deadline */
+    /* the other ranks wait in the agreement below: rank 0 must give up before their timeout */
     const int64_t patience =
         dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
     dtrain_result published = DTRAIN_OK;
@@ -22137,7 +22182,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     const dtrain_result result =
         all.result != DTRAIN_OK ? dtrain__outcome_return(&all) : dtrain__agree(c->comm, published);
     c->outstanding = false;
-    const uint64_t *at = c->thread_ns; /* written by the thread, which has been joined */
+    const uint64_t *at = c->thread_ns; /* the thread, which wrote these, has been joined */
     for (int i = 0; i < (c->rank == 0 ? 2 : 1); i++)
         if (c->world->timeline.traced && !c->abandoned && at[0])
             dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT,
@@ -22147,9 +22192,10 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     return dtrain__save_count(c, result, last);
 }
 
-/* Prepare a save: the snapshot, which is all that a step pays, and on rank 0 the directory and the
- * beginning of the manifest. If somebody has removed the directory, it is made again and locked:
- * the lock belongs to the removed directory. Otherwise what a failed save has left is removed. */
+/* Begin a save. Every rank takes its snapshot, the only part of a save in the background for which
+ * training waits. Rank 0 writes the beginning of the manifest and makes the directory step-N.tmp.
+ * If the user has removed the run's directory, rank 0 makes and locks it again, because the lock it
+ * holds went with the old one. Otherwise it removes what a failed save has left. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -22181,8 +22227,8 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
 
-/* Settle the previous save, agree on the step, take a snapshot, and write, or let a thread write in
- * which no signal of the host's is handled. */
+/* Settle the previous save, agree on the step, and save. A thread that writes blocks all signals,
+ * so that it never runs a signal handler of the host program. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
     static const char call[] = "dtrain_checkpoint_save";
@@ -22211,7 +22257,7 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     c->thread_ns[0] = 0;
     result = dtrain__agree(c->comm, dtrain__save_begin(c));
     c->outstanding = result == DTRAIN_OK;
-    if (!c->outstanding) result = dtrain__save_count(c, result, false); /* nobody writes */
+    if (!c->outstanding) result = dtrain__save_count(c, result, false); /* no rank writes */
     else if (!c->desc.background) {
         (void)dtrain__save_thread(c);
         result = dtrain__save_settle(c, false);
@@ -22277,7 +22323,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
     const char *null = !world ? "world" : !out ? "out" : !desc->state ? "desc->state" : NULL;
     dtrain_result result = null ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, null)
                                 : dtrain__path_check(call, desc->directory);
-    if (!desc->state) return result; /* there is no communicator to agree over */
+    if (!desc->state) return result; /* no communicator to agree on the error */
     dtrain_comm *comm = desc->state->comm;
     if (result == DTRAIN_OK && desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST)
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: config has more than %d bytes", call,
@@ -22322,7 +22368,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     const dtrain_allocator allocator = c->allocator;
     dtrain_device *device = c->desc.state->device;
     const dtrain_result result = dtrain__save_settle(c, true);
-    if (c->abandoned) return result; /* its thread still writes from this memory */
+    if (c->abandoned) return result; /* the thread still reads this memory */
     if (c->lock >= 0) (void)c->folder.storage->close(c->folder.storage->user, c->lock);
     if (c->snapshot) device->ops->host_free(device, c->snapshot, c->info.snapshot_bytes);
     pthread_cond_destroy(&c->moved);
@@ -22337,70 +22383,25 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     return result;
 }
 
-/* ==== src/state/read.c ======================================================================== */
+/* ==== src/state/load.c ======================================================================== */
 
-/* Reading pieces
+/* Loading
  *
- *     held      a piece as a file has it: a checkpoint's, or a whole tensor of weights
- *     target    the tensor and piece that this rank wants
+ *     rank 0           choose a checkpoint: the path itself, or the newest in that directory
+ *     every rank       read manifest and headers | compare them with the state | read the pieces
+ *                      that this rank needs | publish
  *
- * The elements that both have are read block by block and copied to the target. Each block is
- * checked if it has a checksum. A block that the target wants whole goes straight to its place, if
- * the target is host memory: a rank never has more of a tensor in memory than its own pieces and
- * one block. 16-bit elements that become fp32 are read to the upper half of their room and widened
- * from the first one on: a widened element covers only bytes of elements that are widened. */
+ * After each step all ranks agree: they continue, try an older checkpoint, or fail together. Import
+ * (state/export.c) reads pieces with the same functions. */
 
-/* ==== src/state/read_internal.h =============================================================== */
+/* ---- Pieces -----------------------------------------------------------------------------------*/
 
-/* Reading pieces of tensors from files: what loading a checkpoint and importing weights share. */
-
-/* One file is open at a time, and one block in memory. */
-typedef struct dtrain__reader {
-    const dtrain_storage *storage;
-    dtrain_device *device;
-    char *block;                   /* (BLOCK) */
-    int64_t low, high;             /* which elements of a source are in the block */
-    int file;                      /* open, or -1 ... */
-    char opened[2 * DTRAIN__PATH]; /* ... which */
-    uint64_t bytes;                /* that were read */
-} dtrain__reader;
-
-/* Names in a sentence: the first few, and how many there are. */
-typedef struct dtrain__name_list {
-    char text[400];
-    int count; /* 7: the text ends with "..." */
-} dtrain__name_list;
-
-/* The differences between a file and what a run wants from it, a list of each kind. Those before
- * DTRAIN__REFUSED are errors, unless a load or import is partial. */
-enum {
-    DTRAIN__OTHER_MODEL,
-    DTRAIN__MISSING,
-    DTRAIN__DIFFERENT,
-    DTRAIN__EXTRA,
-    DTRAIN__REFUSED,
-    DTRAIN__OTHER_SETTINGS = DTRAIN__REFUSED,
-    DTRAIN__ANEW,
-    DTRAIN__LEFT_OUT,
-    DTRAIN__AVERAGED,
-    DTRAIN__DIFFERENCES
-};
-
-/* state/read.c */
-DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
-                                                   const dtrain_state *state,
-                                                   const dtrain_storage *storage);
-DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
-DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader, const char *path,
-                                                    const dtrain__held *held, bool widen,
-                                                    int64_t first, int64_t count, char *to);
-DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const char *path,
-                                                 const dtrain__held *held,
-                                                 const dtrain_state_tensor *target, float scale);
-DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
-DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
-                                             size_t room);
+/* The elements that a piece of a file shares with the target of this rank are read block by block
+ * and copied. Each block is checked if it has a checksum. A block that the target wants whole goes
+ * straight to its place, if the target is host memory: a rank never has more of a tensor in memory
+ * than its own pieces and one block. 16-bit elements that become fp32 are read to the upper half of
+ * their room and widened from the first one on: a widened element covers only bytes of elements
+ * already widened. */
 
 DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
                                                    const dtrain_state *state,
@@ -22506,56 +22507,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const c
     return DTRAIN_OK;
 }
 
-/* ---- Does it fit? -----------------------------------------------------------------------------*/
-
-/* Add a name to a list, if it is one of the first six and there is room for all of it. */
-DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
-{
-    const size_t used = strlen(list->text);
-    const int room = (int)(sizeof list->text - sizeof ", , ...") - (int)used;
-    char one[sizeof list->text];
-    va_list args;
-    va_start(args, format);
-    const int bytes = vsnprintf(one, sizeof one, format, args);
-    va_end(args);
-    if (list->count == 7) return;
-    list->count = used && bytes > room ? 7 : list->count + 1;
-    snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
-             list->count == 7 ? "..." : one);
-}
-
-/* Write the first lists as a sentence; false: they are empty. */
-DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
-                                             size_t room)
-{
-    static const char *const titles[DTRAIN__DIFFERENCES] = {
-        "of another model",
-        "missing in it",
-        "of another shape or type",
-        "only in it",
-        "of other settings",
-        "begins anew",
-        "left out",
-        "the mean over the ranks that saved it"};
-    size_t used = 0;
-    *text = 0;
-    for (int i = 0; i < count && used < room; i++)
-        if (lists[i].count)
-            used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
-                                     titles[i], lists[i].text);
-    return used > 0;
-}
-
-/* ==== src/state/load.c ======================================================================== */
-
-/* Loading
- *
- *     rank 0           which checkpoint: the one of the path, or the newest below it
- *     every rank       manifest and headers | do they fit the state? | read the pieces that this
- *                      rank needs | publish
- *
- * Every step ends with an agreement of all ranks: together they continue, try an older checkpoint
- * or give up. state/read.c reads the pieces. */
+/* ---- A checkpoint -----------------------------------------------------------------------------*/
 
 static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 
@@ -22564,20 +22516,21 @@ typedef struct dtrain__load {
     dtrain_state *state;
     dtrain_load_desc desc; /* resolved */
     dtrain__folder folder; /* the path that was given */
-    dtrain__steps steps;   /* rank 0: of the checkpoints in it */
-    uint64_t job;          /* rank 0's */
+    dtrain__steps steps;   /* rank 0: steps of the checkpoints in the path */
+    uint64_t job;          /* job number of rank 0 */
 
     /* The checkpoint that is being tried. */
     dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
-    int32_t *wanted; /* (manifest.piece_count + 1) 1: some rank lists it; the last: cuts differ */
-    float *sum;      /* (BLOCK) for means, made when there are any */
-    bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
-    dtrain_load_info info; /* of a success */
+    int32_t *wanted; /* (manifest.piece_count + 1), 1 at the first piece of a tensor that any rank
+                        lists; the last: 1 if cuts differ */
+    float *sum;      /* (BLOCK) buffer for means; NULL: not needed yet */
+    bool same_cuts;  /* residuals and velocities are cut as they were when they were saved */
+    dtrain_load_info info; /* result of a success */
 } dtrain__load;
 
-/* Add a sentence to dtrain_load_info.note; a note that becomes too long is cut off. */
+/* Add a sentence to dtrain_load_info.note; a note that gets too long is cut off. */
 static void dtrain__load_note(dtrain__load *load, const char *title, const char *text)
 {
     char *const note = load->info.note;
@@ -22585,7 +22538,8 @@ static void dtrain__load_note(dtrain__load *load, const char *title, const char 
     snprintf(note + used, sizeof load->info.note - used, "%s%s%s", used ? "; " : "", title, text);
 }
 
-/* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
+/* Find the first piece of a tensor in the checkpoint; NULL if the tensor is missing or has another
+ * shape or dtype. */
 static const dtrain__held *dtrain__saved_for(const dtrain__load *load,
                                              const dtrain_state_tensor *tensor)
 {
@@ -22593,10 +22547,8 @@ static const dtrain__held *dtrain__saved_for(const dtrain__load *load,
     return saved && dtrain__state_alike(&saved->tensor, tensor) ? saved : NULL;
 }
 
-/* ---- Reading ----------------------------------------------------------------------------------*/
-
-/* Read the elements of a saved tensor that the target wants. If each rank has its private tensor,
- * `rank` chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
+/* Read the elements of a saved tensor that the target wants. If each rank saved a private tensor,
+ * `rank` chooses one, and -1 adds the mean over the ranks to the target. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__held *saved,
                                          int64_t rank, const dtrain_state_tensor *target)
 {
@@ -22614,7 +22566,8 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__held 
     return DTRAIN_OK;
 }
 
-/* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros. */
+/* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros if either
+ * side is hierarchical. */
 static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain_state *state = load->state;
@@ -22639,8 +22592,8 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     return DTRAIN_OK;
 }
 
-/* Refuse numbers that no run can have saved: counts that a next step would overflow, and a loss
- * scale that is not finite or not positive. Every value is a seed. */
+/* Refuse scalars that no run can have saved: counts that the next step would overflow, and a loss
+ * scale that is not finite or not positive. A seed can have any value. */
 static dtrain_result dtrain__scalars_check(dtrain__load *load)
 {
     for (size_t i = 0; i < load->state->tensor_count && !load->desc.values_only; i++) {
@@ -22663,15 +22616,53 @@ static dtrain_result dtrain__scalars_check(dtrain__load *load)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Tell whether the residuals and velocities that this rank lists are exactly the pieces that the
- * rank of its number saved. wanted: what this rank lists. */
+/* Add a name to a list, if it is one of the first six and there is room for all of it. */
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
+{
+    const size_t used = strlen(list->text);
+    const int room = (int)(sizeof list->text - sizeof ", , ...") - (int)used;
+    char one[sizeof list->text];
+    va_list args;
+    va_start(args, format);
+    const int bytes = vsnprintf(one, sizeof one, format, args);
+    va_end(args);
+    if (list->count == 7) return;
+    list->count = used && bytes > room ? 7 : list->count + 1;
+    snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
+             list->count == 7 ? "..." : one);
+}
+
+/* Write the first `count` lists as a sentence; return false if they are empty. */
+DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
+                                             size_t room)
+{
+    static const char *const titles[DTRAIN__DIFFERENCES] = {
+        "of another model",
+        "missing in it",
+        "of another shape or type",
+        "only in it",
+        "of other settings",
+        "begins anew",
+        "left out",
+        "the mean over the ranks that saved it"};
+    size_t used = 0;
+    *text = 0;
+    for (int i = 0; i < count && used < room; i++)
+        if (lists[i].count)
+            used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
+                                     titles[i], lists[i].text);
+    return used > 0;
+}
+
+/* Tell whether this rank lists exactly the pieces of residuals and velocities that the rank of the
+ * same number saved. On entry `wanted` marks only the tensors that this rank lists. */
 static bool dtrain__cuts_same(const dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
     const int rank = dtrain_comm_rank(state->comm);
     bool same = m->ranks == dtrain_comm_size(state->comm);
-    int64_t more = 0; /* pieces saved than listed */
+    int64_t more = 0; /* pieces saved minus pieces listed */
     for (size_t i = 0; i < state->tensor_count && same; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST || !tensor->piece.count) continue;
@@ -22692,7 +22683,8 @@ static bool dtrain__cuts_same(const dtrain__load *load)
     return same && more == 0;
 }
 
-/* List the settings that have another text in the manifest, of the keys that both sides have. */
+/* List the settings that have another text in the manifest. Keys that only one side has are
+ * skipped. */
 static void dtrain__settings_compare(const dtrain__manifest *m, const char *object,
                                      const char *const *pairs, dtrain__name_list *list)
 {
@@ -22711,9 +22703,9 @@ static void dtrain__settings_compare(const dtrain__manifest *m, const char *obje
     }
 }
 
-/* List how the checkpoint differs from what this run loads of it: an error names all that cannot be
- * loaded, the note has the rest. Residuals, and what an optimizer keeps that this one does not, are
- * said once for all parameters. */
+/* Compare the checkpoint with the state. The error names everything that cannot be loaded, and the
+ * note has the other differences. Residuals, and state that only the other optimizer keeps, are
+ * named once for all parameters. */
 DTRAIN__OWN_FRAME
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
@@ -22785,8 +22777,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 
 /* ---- All of it --------------------------------------------------------------------------------*/
 
-/* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:
- * nor will an older checkpoint. */
+/* Load the checkpoint in load->directory. *differs is set if the checkpoint is readable and does
+ * not fit the state: then no older checkpoint will fit. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     dtrain_state *state = load->state;
@@ -22798,7 +22790,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     *differs = false;
     memset(&load->info, 0, sizeof load->info);
     load->reader.bytes = 0;
-    load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
+    load->reader.opened[0] = 0; /* the last checkpoint had files of the same names */
     dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
     if (result == DTRAIN_OK) result = dtrain__pieces_read(m, !all);
     if (result == DTRAIN_OK) result = dtrain__scalars_check(load);
@@ -22841,7 +22833,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     return dtrain_state_changed(state);
 }
 
-/* Free what belongs to one checkpoint. */
+/* Free the memory of one checkpoint. */
 static void dtrain__load_free(dtrain__load *load)
 {
     dtrain__free(&load->state->allocator, load->wanted, load->manifest.piece_count + 1,
@@ -22852,9 +22844,9 @@ static void dtrain__load_free(dtrain__load *load)
 
 /* ---- Choosing a checkpoint --------------------------------------------------------------------*/
 
-/* Find a checkpoint, on rank 0, and load it: the one of the path, or the newest in that directory
- * that can be read whole. An empty path, a checkpoint without its manifest and a disk that fails
- * are three different errors. */
+/* Choose a checkpoint on rank 0, and load it: the path itself, or the newest checkpoint in that
+ * directory that can be read whole. A directory without checkpoints, a checkpoint without its
+ * manifest and a failing disk are three different errors. */
 static dtrain_result dtrain__load_path(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -22884,7 +22876,7 @@ static dtrain_result dtrain__load_path(dtrain__load *load)
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     for (size_t i = 0;; i++) {
         int64_t from[3] = {i < load->steps.count ? load->steps.keys[i] : -1, is_one,
-                           (int64_t)state->world->job}; /* rank 0's */
+                           (int64_t)state->world->job};
         DTRAIN__TRY(dtrain_broadcast(state->comm, from, 3, DTRAIN_DTYPE_I64, 0, NULL));
         load->job = (uint64_t)from[2];
         if (from[0] < 0 && !from[1])
@@ -22930,7 +22922,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.folder.path = path;
     const double start = dtrain_seconds();
     dtrain__notes *notes = dtrain__notes_of(state->desc.strategy);
-    const char *const torn = notes->torn; /* only a whole load mends it */
+    const char *const torn = notes->torn; /* only a whole load clears it */
     if (!load.desc.partial && !load.desc.values_only) notes->torn = NULL;
     const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) {
@@ -22956,41 +22948,40 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 
 /* Whole weights
  *
- *     a list      which parameters a file has, by which name and in which shape
+ *     list        choose the parameters of a file, with their names and shapes
  *     export      all ranks gather one parameter after the other, and rank 0 writes it
- *     import      every rank: headers | do they fit the model? | read the pieces of this rank |
- *                 publish. Every step ends with an agreement of all ranks
+ *     import      every rank: read headers | compare them with the model | read the pieces of this
+ *                 rank | publish. All ranks agree after each step
  *
- * To import, a tensor of a file is a source, as a piece of a checkpoint is (state/read.c): no rank
- * has more in memory than headers, its own pieces and a block. */
+ * Import reads a tensor as load reads a piece of a checkpoint (state/load.c): a rank has only the
+ * headers, its own pieces and one block in memory. */
 
-#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* the largest models have ten MiB */
-#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
+#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; the largest models have 10 MiB */
+#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, with the 0 */
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
-/* A parameter as a file has it. rows x columns of it are stored, in the order that it has in memory
- * when it is whole. */
+/* A parameter in a file. The file stores rows x columns of the whole parameter. */
 typedef struct dtrain__weight {
     const char *name;
-    size_t param; /* its index in the strategy's array */
+    size_t param; /* index in the strategy's array */
     bool transpose;
     int dims;
     int64_t shape[4]; /* in the file */
     int64_t rows, columns, total;
-    const dtrain__stored *stored; /* import: what it is read from; NULL: nothing that fits ... */
-    uint32_t file;                /* ... and the number of the file */
+    const dtrain__stored *stored; /* import: tensor of the file; NULL: none that fits */
+    uint32_t file;                /* import: number of the file */
 } dtrain__weight;
 
 typedef struct dtrain__weights {
     const dtrain_allocator *allocator;
-    const dtrain_param *params; /* (room), the strategy's */
+    const dtrain_param *params; /* (room), array of the strategy */
     dtrain__weight *list;       /* (room), count in use */
     size_t count, room;
 } dtrain__weights;
 
-/* List the weights of a file, with their shapes there: all parameters but aliases and those that
- * are left out. */
+/* List the weights of a file, with their names and shapes. Aliases, and parameters that the caller
+ * names "", are left out. */
 static dtrain_result dtrain__weights_list(const char *call, const dtrain_strategy *strategy,
                                           const dtrain_export_name *names, dtrain__weights *weights)
 {
@@ -23053,20 +23044,19 @@ typedef struct dtrain__export {
     char tmp[DTRAIN__PATH];
     dtrain__weights weights;
     dtrain__text header;
-    float *value; /* (most) the parameter that is being written */
+    float *value; /* (most) whole value of one parameter */
     size_t most;
-    char *block; /* (BLOCK) of rank 0, which writes; NULL on the others */
-    int file;    /* of rank 0; -1: it is not open */
-    uint64_t at; /* bytes of it that are written */
+    char *block; /* (BLOCK) rank 0, which writes; NULL on other ranks */
+    int file;    /* rank 0: open file; -1: none */
+    uint64_t at; /* bytes written so far */
 } dtrain__export;
 
 static const char dtrain__export_call[] = "dtrain_checkpoint_export";
 
-/* Make the header. It would not be readable with a name that no file can have, or that two
- * parameters have. */
+/* Write the header. Fail if a name cannot be stored, or if two parameters have the same name. */
 static dtrain_result dtrain__export_header(dtrain__export *e)
 {
-    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
+    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers refuses a file without */
     char why[DTRAIN__ERROR_BYTES];
     uint64_t at = 0;
     for (size_t i = 0; i < e->weights.count; i++) {
@@ -23087,7 +23077,7 @@ static dtrain_result dtrain__export_header(dtrain__export *e)
                        why);
 }
 
-/* Do everything local that can fail before values are gathered. */
+/* Do all local work that can fail, before values are gathered. */
 static dtrain_result dtrain__export_prepare(dtrain__export *e)
 {
     DTRAIN__TRY(dtrain__between_backwards(e->strategy, dtrain__export_call));
@@ -23118,12 +23108,12 @@ static dtrain_result dtrain__export_write(dtrain__export *e, const void *from, s
     return DTRAIN_OK;
 }
 
-/* Write the value of a weight, block by block, converted and in the order of the file. */
+/* Convert the value of a weight, and write it block by block in the order of the file. */
 static dtrain_result dtrain__export_weight(dtrain__export *e, const dtrain__weight *weight)
 {
     const size_t each = dtrain__stored_bytes(e->desc.dtype);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / each);
-    int64_t row = 0, column = 0; /* of the element that comes next */
+    int64_t row = 0, column = 0; /* of the next element */
     for (int64_t done = 0; done < weight->total; done += most) {
         const int64_t count = dtrain__min(most, weight->total - done);
         for (int64_t i = 0; i < count; i++) {
@@ -23140,9 +23130,9 @@ static dtrain_result dtrain__export_weight(dtrain__export *e, const dtrain__weig
     return DTRAIN_OK;
 }
 
-/* Gather and write one parameter after the other. The other ranks learn of an error of rank 0's
- * disk at the end only, and gather until then: this costs no more than success. A file that an
- * interrupted export has left is replaced. */
+/* Gather and write one parameter after the other. If the disk of rank 0 fails, the other ranks
+ * learn of it only after they have gathered all parameters. A file that an interrupted export has
+ * left is replaced. */
 static dtrain_result dtrain__export_values(dtrain__export *e)
 {
     const dtrain_storage *storage = e->desc.storage;
@@ -23200,19 +23190,19 @@ typedef struct dtrain__import {
     dtrain_state *state;
     dtrain_import_desc desc; /* resolved */
     const char *path;
-    char index[DTRAIN__PATH]; /* the path of the index, if there is one */
+    char index[DTRAIN__PATH]; /* path of the index, if the import reads one */
     dtrain__weights weights;
     dtrain__weight_file *files; /* (file_room), file_count in use */
     uint32_t file_count;
-    size_t file_room, tensor_count; /* of all files */
+    size_t file_room, tensor_count; /* tensor_count: tensors in all files */
     dtrain__reader reader;
-    dtrain_import_info info; /* of a success */
+    dtrain_import_info info; /* result of a success */
 } dtrain__import;
 
 static const char dtrain__import_call[] = "dtrain_checkpoint_import";
 
-/* Read the header of a file, unless it has been read. The search begins with the last file: an
- * index mostly names a file several times in a row. */
+/* Read the header of a file, unless it has been read. The search begins at the last file, because
+ * an index mostly names a file several times in a row. */
 static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
@@ -23229,7 +23219,7 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
     return DTRAIN_OK;
 }
 
-/* Read the index, and the headers of the files beside it that its weight_map names. */
+/* Read the index, and the headers of the files that its weight_map names. */
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
@@ -23241,7 +23231,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
-    dtrain_result result = DTRAIN_OK; /* of files */
+    dtrain_result result = DTRAIN_OK; /* of reading headers */
     (void)dtrain__json_enter(&json, '{');
     while (result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key)) {
         if (strcmp(key, "weight_map") != 0) {
@@ -23304,7 +23294,8 @@ static dtrain__held dtrain__import_held(const dtrain__import *im, uint32_t file,
     return held;
 }
 
-/* Compare the bytes of two tensors that this run has tied, half a block of each at once. */
+/* Compare the bytes of two tensors that are one tied parameter in this run, half a block of each at
+ * a time. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
 {
@@ -23329,8 +23320,8 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
                        im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
-/* Find a parameter by its name and by its aliases' names, in any file, with the prefix before the
- * name if it is not there without. Rank 0 compares the aliases with one another. */
+/* Find a parameter in the files, by its name and by the names of its aliases, first without and
+ * then with the prefix. Rank 0 compares the bytes of aliases. */
 static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
 {
     const dtrain_param *first = &im->weights.params[weight->param], *param = first;
@@ -23363,8 +23354,8 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
     return DTRAIN_OK;
 }
 
-/* Compare the tensors of the files with the parameters, and name the differences. Tensors that
- * belong to no parameter count as extra, unless desc.ignore names them. */
+/* Compare the tensors of the files with the parameters, and name the differences. A tensor without
+ * a parameter counts as extra, unless desc.ignore names it. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -23411,8 +23402,9 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Import: values ---------------------------------------------------------------------------*/
 
-/* Read what a transposed weight has of the columns of a piece, and keep the piece: (row, column)
- * in memory is (column, row) in the file. Rows that the file lacks become zero. */
+/* Read a piece of a transposed weight: (row, column) in memory is (column, row) in the file. All
+ * rows of the piece's columns are read, and the piece is kept. Rows that the file lacks become
+ * zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
                                                const dtrain__held *held,
                                                const dtrain_state_tensor *tensor)
@@ -23421,7 +23413,7 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const size_t bytes = (size_t)piece->count * sizeof(float);
     const int64_t end = (piece->first[1] + piece->length[1]) * weight->rows; /* in the file */
-    int64_t row = 0, column = piece->first[1]; /* in memory, of the next element in it */
+    int64_t row = 0, column = piece->first[1]; /* in memory, of the next element of the file */
     dtrain_result result = DTRAIN_OK;
     float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
     if (!to) return DTRAIN_ERROR_MEMORY;
@@ -23444,8 +23436,8 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     return result;
 }
 
-/* Do everything that can fail before values change: read all headers, of the file or of the files
- * of the index that the path leads to, and compare. */
+/* Do all work that can fail before values change: read the headers of the file, or of all files of
+ * the index, and compare them with the model. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
@@ -23466,9 +23458,9 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     return dtrain__import_compare(im);
 }
 
-/* Read this rank's pieces of all weights. The state's list begins with pieces of values, in the
- * order of the parameters, and has the parameters' own names. Rows that the file lacks come last
- * and become zero. */
+/* Read this rank's pieces of all weights. The state lists values first, in the order of the
+ * parameters, and keeps pointers to the parameters' names. Rows that the file lacks are the last
+ * rows, and become zero. */
 static dtrain_result dtrain__import_values(dtrain__import *im)
 {
     const dtrain_state *state = im->state;
@@ -23476,7 +23468,7 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
-        const dtrain__weight *next = weight; /* after weights of other stages */
+        const dtrain__weight *next = weight; /* skips weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
         if (next == end) continue;
         weight = next;
@@ -23538,20 +23530,19 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
 
 /* Directories of checkpoints: names, order, publishing, removal
  *
- *     step-000000001000        a checkpoint
+ *     step-000000001000        a whole checkpoint: the name says so
  *     step-000000001000.tmp    a checkpoint that is being written or removed; it is never read
- *     step-000000001000.old    a checkpoint that is being replaced; it counts while the step has no
+ *     step-000000001000.old    a checkpoint that is being replaced; it is read if the step has no
  *                              other
- *     latest                   the name of the newest
- *     aside-1                  checkpoints of another history than the directory's
+ *     latest                   the name of the newest checkpoint
+ *     aside-1                  checkpoints that do not belong to the history of the directory
  *
- * The order of a save makes it safe against the loss of power at any moment: a name is given by a
- * rename, after all files below it are on the disk, and the directory above is brought to the disk
- * after that. A checkpoint that goes is renamed to step-N.tmp before its files are removed. Nothing
- * is removed but names that this file writes. */
+ * A loss of power at any moment leaves whole checkpoints: the rename to step-N comes after the sync
+ * of all files in the directory, and the sync of the parent comes after the rename. To remove a
+ * checkpoint, the library first renames it to step-N.tmp. It removes only names that it writes. */
 
 #define DTRAIN__STEP_PREFIX "step-"
-#define DTRAIN__STEP_DIGITS 12 /* at least: names are in the order of their steps */
+#define DTRAIN__STEP_DIGITS 12 /* at least; names sort by step */
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
@@ -23562,17 +23553,17 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
                            (long long)step, suffix);
 }
 
-/* Tell whether checkpoints have files of this name. */
+/* Tell whether a checkpoint can have a file of this name. */
 static bool dtrain__is_ours(const char *name)
 {
-    const size_t prefix = sizeof "model-" - 1; /* of as many bytes as "state-" */
+    const size_t prefix = sizeof "model-" - 1; /* as long as "state-" */
     if (strcmp(name, "manifest.json") == 0) return true;
     if (strncmp(name, "model-", prefix) != 0 && strncmp(name, "state-", prefix) != 0) return false;
     const char *end = name + prefix + strspn(name + prefix, "0123456789-");
     return strcmp(end, ".safetensors") == 0 || strcmp(end, ".tmp") == 0;
 }
 
-/* Return the path of a checkpoint in a list. */
+/* Return the path of the checkpoint that a list names by its key. */
 DTRAIN__PRIVATE dtrain__file_path dtrain__key_path(const dtrain__folder *folder, int64_t key)
 {
     return dtrain__step_path(folder, key / 2, key % 2 ? "" : ".old");
@@ -23604,8 +23595,8 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-/* List the directories of steps that have a suffix: "" for checkpoints, those that are being
- * replaced included. After an error nothing is left to free. */
+/* List the step directories that have a suffix. "" lists checkpoints, also those that are being
+ * replaced. After an error the list needs no free. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
@@ -23622,7 +23613,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, c
     return DTRAIN_OK;
 }
 
-/* Free a list; one that was never made is empty. */
+/* Free a list; zeros are an empty list. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
     dtrain__free(steps->allocator, steps->keys, steps->room, sizeof *steps->keys);
@@ -23637,16 +23628,15 @@ static void dtrain__list_name(void *names, const char *name)
     dtrain__text_append((dtrain__text *)names, name, strlen(name) + 1);
 }
 
-/* Remove a checkpoint, or a directory that is none any more, or not yet, with all that is in it,
- * unless something in it is not ours. A checkpoint is renamed first: a crash in the middle leaves a
- * step-N.tmp. */
+/* Remove a step directory with its files. Fail if it has a file that the library does not write. A
+ * checkpoint (suffix "") is renamed first, so that a crash leaves a step-N.tmp. */
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
                                                   const char *suffix)
 {
     const dtrain_storage *storage = folder->storage;
     const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
     const dtrain__file_path tmp = dtrain__step_path(folder, step, *suffix ? suffix : ".tmp");
-    dtrain__text names; /* each with a 0 after it */
+    dtrain__text names; /* each ends with a 0 */
     memset(&names, 0, sizeof names);
     names.allocator = folder->allocator;
     const int code = storage->list(storage->user, path.text, dtrain__list_name, &names);
@@ -23668,9 +23658,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, 
     return result == DTRAIN_OK ? dtrain__storage_remove(storage, tmp.text) : result;
 }
 
-/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced is
- * removed if the new one has its name, and gets the name back if a crash came between the two
- * renames of dtrain__publish_step. */
+/* Remove what an interrupted save or removal has left. A step-N.old is removed if step-N exists;
+ * otherwise a crash came between the two renames of dtrain__publish_step, and it gets its name
+ * back. */
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
     dtrain__steps list;
@@ -23695,21 +23685,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Write the name of the newest checkpoint, for people and scripts: the library does not read it. */
+/* Write the name of the newest checkpoint to `latest`, for people and scripts; the library never
+ * reads it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
     const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
     const dtrain__file_path tmp = dtrain__path_in(folder->path, "latest.tmp");
     const dtrain__file_path path = dtrain__step_path(folder, step, "\n");
     const char *name = path.text + strlen(folder->path) + 1;
-    DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
+    DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* left by a crash */
     DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
     return dtrain__storage_rename(folder->storage, tmp.text, latest.text);
 }
 
-/* Move the checkpoints of later steps than `above`, from which a run continues without them, to a
- * new folder; *aside is its path, or "" when there are none. The newest goes last: a crash before
- * that leaves it the newest, and a crash after it leaves the one at `above` or before. */
+/* Move the checkpoints of steps later than `above` to a new folder, and set *aside to its path, or
+ * to "" if there are none. The newest moves last, so a crash in the middle leaves it the newest. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
                                                 dtrain__file_path *aside)
 {
@@ -23740,8 +23730,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
-/* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. A checkpoint that the
- * step has becomes step-N.old, which gets its name back after a crash before the 2nd rename. */
+/* Rename step-N.tmp, whose files are on the disk, to step-N, and so make it a checkpoint. If step-N
+ * exists, it becomes step-N.old and is removed afterwards. */
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
     const dtrain_storage *storage = folder->storage;
@@ -23767,10 +23757,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
  *      "settings": {"seed": "1337", ...},
  *      "headers": "8a9136aa62a8ab4346dd794e113fdb5c", "crc32c": "e3069283"}
  *
- * A float is stored as its bits. "run" numbers the history that this checkpoint continues, and
- * "job" one start of a launcher with all its restarts; 0 = unknown. The last member is the seal:
- * the checksum of all bytes before its comma. A text with a correct seal is still checked like any
- * input.
+ * A float is stored as its bits. "run" is the number of the history that this checkpoint continues.
+ * "job" is the number of one start of a launcher, with all its restarts; 0 = unknown. The last
+ * member is the checksum of all bytes before its comma. A text with a correct checksum is still
+ * checked like any input.
  *
  * The headers of the files say what the files hold (state/pieces.c). "headers" has the checksums of
  * the headers of all ranks: model-00000, state-00000, model-00001 and so on. */
@@ -23781,7 +23771,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-/* Write an object of strings. */
+/* Write settings as an object of strings. */
 static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
 {
     dtrain__text_add(text, ",\n \"%s\": {", name);
@@ -23792,7 +23782,7 @@ static void dtrain__write_settings(dtrain__text *text, const char *name, const c
     dtrain__text_add(text, "}");
 }
 
-/* Write a manifest up to the checksums of headers. */
+/* Write a manifest up to "headers", whose checksums follow. */
 DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
     const dtrain_state *state = c->desc.state;
@@ -23818,7 +23808,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain__text_add(text, ",\n \"headers\": \"");
 }
 
-/* End the manifest, and its list of checksums, with the checksum of what there is of it. */
+/* End "headers" and the manifest, with the checksum of its text. */
 DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 {
     dtrain__text_add(text, "\"");
@@ -23828,7 +23818,7 @@ DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Decode a string where it is in the text: it becomes no longer by that. */
+/* Decode a string in place: it gets no longer. */
 static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const char **text)
 {
     (void)dtrain__json_peek(json);
@@ -23837,7 +23827,7 @@ static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const cha
     return dtrain__json_string(json, here, (size_t)(json->end - json->at));
 }
 
-/* Step over an object that is read later. */
+/* Skip an object, and remember where it begins. */
 static bool dtrain__read_later(dtrain__json *json, const char **object)
 {
     (void)dtrain__json_peek(json);
@@ -23845,8 +23835,8 @@ static bool dtrain__read_later(dtrain__json *json, const char **object)
     return dtrain__json_skip(json);
 }
 
-/* Read the text of a manifest, the seal first. Other members than these are skipped: people, or a
- * later library, may have added some. */
+/* Check the checksum of a manifest, then read its members. Unknown members are skipped: people or a
+ * later library can add some. */
 static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
     const size_t seal = (size_t)dtrain__max((int64_t)m->text_bytes - DTRAIN__SEAL_BYTES, 0);
@@ -23890,7 +23880,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
                        path, (long long)m->step, (long long)m->ranks, digits);
 }
 
-/* Read the manifest of a checkpoint, without headers. After an error nothing is to be freed. */
+/* Read the manifest of a checkpoint, but no headers. After an error it needs no free. */
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {
@@ -23930,9 +23920,9 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
  *                 "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
  *     the rest   values, row-major, little endian; offsets count from here
  *
- * A header that is accepted means the same to every reader: the tensors cover the data without
- * holes or overlaps, no name occurs twice, and sizes are what shapes say. There are two limits of
- * our own: 16 dimensions, and names of 511 bytes without control characters. */
+ * A header that this file accepts means the same to every reader: the tensors cover the data
+ * without holes or overlaps, no name occurs twice, and sizes agree with shapes. The library adds
+ * two limits: 16 dimensions, and names of 511 bytes without control characters. */
 
 #define DTRAIN__HEADER_BYTES 100000000u /* at most: the limit of the reference reader */
 #define DTRAIN__LENGTH_BYTES 8u
@@ -23940,7 +23930,7 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
 /* The shortest entry of a tensor: "":{"dtype":"U8","shape":[],"data_offsets":[0,1]} and a comma. */
 #define DTRAIN__ENTRY_BYTES 50u
 
-/* Types of the format, in the order of their numbers: those of dtrain_dtype first. */
+/* Types of the format by number; the types of dtrain_dtype come first. */
 static const struct {
     const char *name;
     uint32_t bits;
@@ -23965,7 +23955,7 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 DTRAIN__PRIVATE void dtrain__safetensors_add(dtrain__text *text, const dtrain__stored *tensor)
 {
-    if (!text->bytes) dtrain__text_add(text, "%8s{", ""); /* the length comes last */
+    if (!text->bytes) dtrain__text_add(text, "%8s{", ""); /* end writes the length */
     dtrain__text_add_string(text, tensor->name);
     dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
     for (int d = 0; d < tensor->dims; d++)
@@ -23992,7 +23982,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_end(dtrain__text *text, const 
 
 /* ---- Reading: one tensor ----------------------------------------------------------------------*/
 
-/* Read an array of at most `room` numbers, and return how many it has. */
+/* Read an array of at most `room` numbers, and return its length. */
 static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room)
 {
     int count = 0;
@@ -24003,8 +23993,8 @@ static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room
     return count;
 }
 
-/* Read the entry of a tensor, and compare its size with what its shape and type say. Step over
- * members that the format does not have, as the reference reader does. */
+/* Read the entry of a tensor, and compare its size with its shape and type. Skip unknown members,
+ * as the reference reader does. */
 static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
 {
     static const char *const fields[3] = {"dtype", "shape", "data_offsets"};
@@ -24052,7 +24042,7 @@ static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
 
 /* ---- Reading: all of them ---------------------------------------------------------------------*/
 
-/* Check the length of a header before anything is made of it. */
+/* Check the length of a header before memory is allocated for it. */
 static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint64_t file_bytes)
 {
     if (bytes > DTRAIN__HEADER_BYTES)
@@ -24067,7 +24057,7 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
     return DTRAIN_OK;
 }
 
-/* Order tensors by their place, empty ones before what begins there. */
+/* Order tensors by place; an empty tensor comes before a tensor that begins at the same place. */
 static int dtrain__stored_by_place(const void *a, const void *b)
 {
     const dtrain__stored *x = (const dtrain__stored *)a, *y = (const dtrain__stored *)b;
@@ -24080,7 +24070,7 @@ static int dtrain__stored_by_name(const void *a, const void *b)
     return strcmp(((const dtrain__stored *)a)->name, ((const dtrain__stored *)b)->name);
 }
 
-/* Check that the tensors cover the data and have different names; leave them sorted by name. */
+/* Check that the tensors cover the data and have different names, and sort them by name. */
 static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_bytes,
                                               dtrain__tensor_file *file)
 {
@@ -24107,8 +24097,8 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     return DTRAIN_OK;
 }
 
-/* Names go into memory that is as long as the header: decoded, a string is never longer than its
- * text between quotes. */
+/* Names are decoded into memory as long as the header, which is enough: a decoded string is never
+ * longer than its text. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const char *header,
                                                         size_t bytes, uint64_t file_bytes,
                                                         const dtrain_allocator *allocator,
@@ -24165,7 +24155,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
-    unsigned char head[32]; /* the length, and what a file of another kind begins with */
+    unsigned char head[32]; /* the length, and enough bytes to recognize other kinds of files */
     char digits[9], *header = NULL;
     uint64_t bytes = 0;
     int file;
@@ -24223,9 +24213,9 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
 
 /* Storage: the table of the file system, and whole reads and writes over any table
  *
- * Short and interrupted transfers are continued here and nowhere else. An error of fsync or close
- * is final: the kernel may have dropped data that it could not write, and a second fsync would then
- * succeed without it. */
+ * Only this file continues short and interrupted transfers. An error of fsync or close is final:
+ * the kernel can have dropped data that it could not write, and a second fsync would succeed
+ * without that data. */
 
 #include <sys/file.h>
 
@@ -24235,11 +24225,11 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
 
 static int dtrain__or_errno(int result) { return result < 0 ? -errno : result; }
 
-/* Open a file. Symbolic links are followed, as clusters reach directories and shards by them,
- * except for a lock, which would be made elsewhere, and for a new file (O_EXCL).
+/* Open a file. Symbolic links are followed, because clusters use them for directories and shards,
+ * but not for a lock or a new file (O_EXCL).
  *
- * A lock of flock belongs to the open file, and the kernel ends it when no process has the file
- * open any more: a lock cannot outlive its owner, as one that is known by a process id can. */
+ * A lock of flock belongs to the open file, and the kernel releases it when the last process closes
+ * the file: unlike a file with a process id, it cannot outlive its owner. */
 static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode mode)
 {
     static const int flags[DTRAIN_STORAGE_MODES] = {
@@ -24263,8 +24253,8 @@ static int64_t dtrain__file_read(void *user, int file, void *to, size_t bytes, u
     return done < 0 ? -errno : done;
 }
 
-/* Write, and start writing back every DTRAIN__WRITE_BACK bytes as soon as they are complete: the
- * kernel would otherwise leave the disk idle until fsync. */
+/* Write, and tell the kernel to write back each DTRAIN__WRITE_BACK bytes as soon as they are
+ * complete: otherwise the disk stays idle until fsync. */
 static int64_t dtrain__file_write(void *user, int file, const void *from, size_t bytes,
                                   uint64_t offset)
 {
@@ -24367,7 +24357,7 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const c
     return path;
 }
 
-/* Check a path that a caller gave: what is added to it must have room. */
+/* Check a path of a caller; the library appends up to 128 bytes. */
 DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
 {
     if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
@@ -24385,9 +24375,9 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__directory_of(const char *path)
     return directory;
 }
 
-/* ---- Over any table ---------------------------------------------------------------------------*/
+/* ---- For any table ----------------------------------------------------------------------------*/
 
-/* Fail because something could not be done with a path, for the reason of a negated errno. */
+/* Fail with "PATH cannot be WHAT" and the text of a negated errno. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what, int64_t code)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, what, strerror((int)-code));
@@ -24403,7 +24393,7 @@ DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const cha
     return file;
 }
 
-/* Find out whether something can be opened: 0, or a negated errno. */
+/* Return 0 if a path can be opened, or a negated errno. */
 DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
                                           dtrain_storage_mode mode)
 {
@@ -24420,7 +24410,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage
     return dtrain__storage_fail(path, mode == DTRAIN_STORAGE_CREATE ? "created" : "opened", *file);
 }
 
-/* Read all of the bytes: a file that ends before them is an error. */
+/* Read exactly `bytes`; a file that ends earlier is an error. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,
                                                    const char *path, void *to, size_t bytes,
                                                    uint64_t offset)
@@ -24439,7 +24429,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage
     return DTRAIN_OK;
 }
 
-/* Write all of the bytes. A write of nothing counts as a full disk: no end would come. */
+/* Write exactly `bytes`. A write of 0 bytes counts as a full disk, so that the loop ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
                                                     const char *path, const void *from,
                                                     size_t bytes, uint64_t offset)
@@ -24454,7 +24444,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
     return DTRAIN_OK;
 }
 
-/* Close a file. If the result so far is an error, return it; else the file is on the disk. */
+/* Sync and close a file. If `result` is an error, close only, and return it. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
                                                      const char *path, dtrain_result result)
 {
@@ -24467,7 +24457,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *stora
     return DTRAIN_OK;
 }
 
-/* Bring the names in a directory to the disk. */
+/* Sync the names in a directory. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
                                                              const char *path)
 {
@@ -24476,7 +24466,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
     return dtrain__storage_finish(storage, file, path, DTRAIN_OK);
 }
 
-/* Give a file or directory another name, and bring that name to the disk. */
+/* Rename a file or directory, and sync the new name. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
                                                      const char *from, const char *to)
 {
@@ -24487,7 +24477,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *stora
                        strerror(-code));
 }
 
-/* Remove a file or an empty directory. One that is not there is no error. */
+/* Remove a file or an empty directory; a missing one is no error. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
                                                      const char *path)
 {
@@ -24496,7 +24486,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *stora
     return dtrain__storage_fail(path, "removed", code);
 }
 
-/* Write a whole new file, and bring it to the disk. */
+/* Write a whole new file, and sync it. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
                                                   const void *from, size_t bytes)
 {

@@ -1,4 +1,4 @@
-/* What other rooms use of a device. */
+/* A device's functions for other rooms. */
 
 #pragma once
 
@@ -42,11 +42,11 @@ static inline bool dtrain__capturing(dtrain_device *device)
             DTRAIN__KERNEL_LIST(entry, entry)                                                     \
     }
 
-/* Call an entry of the table that may be NULL: then there is nothing to do. */
+/* Call an entry of the table; NULL = nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \
     ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
 
-/* Inputs of several ranks, which are combined in this order into equal outputs. */
+/* Inputs of several ranks, combined in order into equal outputs. */
 typedef struct dtrain__mix_job {
     const char *const *in; /* (in_count), 2 or more */
     char *const *out;      /* (out_count) */

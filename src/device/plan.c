@@ -1,8 +1,8 @@
 /* The plan device
  *
- * Addresses without memory: an allocation is a step of a counter that lives in device->state.
- * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. Every value is zero: copies to the host give zeros. */
+ * Addresses without memory: an allocation advances a counter in device->state. Kernels do nothing,
+ * so a model runs at the speed of its bookkeeping, and peak_bytes is the result. Copies to the host
+ * give zeros. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -32,7 +32,7 @@ static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, voi
                            (unsigned long long)bytes);
     DTRAIN__TRY(dtrain_device_account(device, &device->allocated_bytes, bytes));
     *memory = (void *)at;
-    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* moves for 0 bytes too */
     return DTRAIN_OK;
 }
 

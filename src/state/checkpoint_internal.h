@@ -12,6 +12,7 @@
 #include "core/json_internal.h"
 #include "core/log.h"
 #include "comm/comm.h"
+#include "device/device.h"
 #include "state/checkpoint.h"
 #include "state/safetensors_internal.h"
 #include "state/state.h"
@@ -181,3 +182,53 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, i
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_read(dtrain__manifest *m, bool values_only);
 DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *m, uint32_t kind,
                                                         const char *name);
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* The reader keeps one open file and one block in memory. */
+typedef struct dtrain__reader {
+    const dtrain_storage *storage;
+    dtrain_device *device;
+    char *block;                   /* (BLOCK) */
+    int64_t low, high;             /* elements of a piece that are in the block */
+    int file;                      /* open file; -1: none */
+    char opened[2 * DTRAIN__PATH]; /* its path */
+    uint64_t bytes;                /* bytes read so far */
+} dtrain__reader;
+
+/* The first names of a list, as text. */
+typedef struct dtrain__name_list {
+    char text[400];
+    int count; /* names; 7: the text ends with "..." */
+} dtrain__name_list;
+
+/* The kinds of differences between a file and a run. The kinds before DTRAIN__REFUSED are errors,
+ * unless the load or import is partial. */
+enum {
+    DTRAIN__OTHER_MODEL,
+    DTRAIN__MISSING,
+    DTRAIN__DIFFERENT,
+    DTRAIN__EXTRA,
+    DTRAIN__REFUSED,
+    DTRAIN__OTHER_SETTINGS = DTRAIN__REFUSED,
+    DTRAIN__ANEW,
+    DTRAIN__LEFT_OUT,
+    DTRAIN__AVERAGED,
+    DTRAIN__DIFFERENCES
+};
+
+/* state/load.c */
+DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
+                                                   const dtrain_state *state,
+                                                   const dtrain_storage *storage);
+DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader, const char *path,
+                                                    const dtrain__held *held, bool widen,
+                                                    int64_t first, int64_t count, char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const char *path,
+                                                 const dtrain__held *held,
+                                                 const dtrain_state_tensor *target, float scale);
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
+                                             size_t room);

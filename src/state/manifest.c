@@ -7,10 +7,10 @@
  *      "settings": {"seed": "1337", ...},
  *      "headers": "8a9136aa62a8ab4346dd794e113fdb5c", "crc32c": "e3069283"}
  *
- * A float is stored as its bits. "run" numbers the history that this checkpoint continues, and
- * "job" one start of a launcher with all its restarts; 0 = unknown. The last member is the seal:
- * the checksum of all bytes before its comma. A text with a correct seal is still checked like any
- * input.
+ * A float is stored as its bits. "run" is the number of the history that this checkpoint continues.
+ * "job" is the number of one start of a launcher, with all its restarts; 0 = unknown. The last
+ * member is the checksum of all bytes before its comma. A text with a correct checksum is still
+ * checked like any input.
  *
  * The headers of the files say what the files hold (state/pieces.c). "headers" has the checksums of
  * the headers of all ranks: model-00000, state-00000, model-00001 and so on. */
@@ -35,7 +35,7 @@
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-/* Write an object of strings. */
+/* Write settings as an object of strings. */
 static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
 {
     dtrain__text_add(text, ",\n \"%s\": {", name);
@@ -46,7 +46,7 @@ static void dtrain__write_settings(dtrain__text *text, const char *name, const c
     dtrain__text_add(text, "}");
 }
 
-/* Write a manifest up to the checksums of headers. */
+/* Write a manifest up to "headers", whose checksums follow. */
 DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
     const dtrain_state *state = c->desc.state;
@@ -72,7 +72,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain__text_add(text, ",\n \"headers\": \"");
 }
 
-/* End the manifest, and its list of checksums, with the checksum of what there is of it. */
+/* End "headers" and the manifest, with the checksum of its text. */
 DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 {
     dtrain__text_add(text, "\"");
@@ -82,7 +82,7 @@ DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Decode a string where it is in the text: it becomes no longer by that. */
+/* Decode a string in place: it gets no longer. */
 static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const char **text)
 {
     (void)dtrain__json_peek(json);
@@ -91,7 +91,7 @@ static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const cha
     return dtrain__json_string(json, here, (size_t)(json->end - json->at));
 }
 
-/* Step over an object that is read later. */
+/* Skip an object, and remember where it begins. */
 static bool dtrain__read_later(dtrain__json *json, const char **object)
 {
     (void)dtrain__json_peek(json);
@@ -99,8 +99,8 @@ static bool dtrain__read_later(dtrain__json *json, const char **object)
     return dtrain__json_skip(json);
 }
 
-/* Read the text of a manifest, the seal first. Other members than these are skipped: people, or a
- * later library, may have added some. */
+/* Check the checksum of a manifest, then read its members. Unknown members are skipped: people or a
+ * later library can add some. */
 static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
     const size_t seal = (size_t)dtrain__max((int64_t)m->text_bytes - DTRAIN__SEAL_BYTES, 0);
@@ -144,7 +144,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
                        path, (long long)m->step, (long long)m->ranks, digits);
 }
 
-/* Read the manifest of a checkpoint, without headers. After an error nothing is to be freed. */
+/* Read the manifest of a checkpoint, but no headers. After an error it needs no free. */
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {

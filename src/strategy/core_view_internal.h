@@ -1,8 +1,8 @@
 /* A strategy as optimizers and all later rooms see it
  *
  * These rooms know nothing of buckets, units and layouts. A parameter is named by its index in the
- * array. A function that communicates says so. Every function is cheap enough to be called once per
- * parameter and step. */
+ * array. A function that communicates says so. Every function is cheap enough for each parameter
+ * and step. */
 
 #pragma once
 
@@ -37,7 +37,8 @@ typedef struct dtrain__notes {
                       weights; for each parameter the number of ranks that have a gradient */
     /* Used by checkpoints: */
     uint64_t sync_count; /* steps that were reduced */
-    const char *torn;    /* call that failed while it replaced values, or NULL. The strategy is not
+    const char
+        *failed_load; /* call that failed while it replaced values, or NULL. The strategy is not
                             usable until a load succeeds */
 } dtrain__notes;
 
@@ -121,8 +122,7 @@ DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 /* Sum the squares of all gradients; the host waits. Collective if they are sharded or cut. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
 
-/* Take part in a forward pass without a batch. Complete the counts of a step; *empty: it had no
- * samples. */
+/* Take part in a forward pass without a batch. Complete a step's counts; *empty: no samples. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
 

@@ -108,8 +108,8 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 
 /* 4. Do all local work that can fail, so that ranks agree on the outcome once: make the layout and
  * its tables, allocate zeroed blocks, point everything at them, initialise. A bucket has one handle
- * per collective under way at once: one per owner with ZERO3; two with compression, for compressed
- * and for dense tensors. */
+ * per collective under way at once: one per owner with ZERO3; two with compression, one for dense
+ * tensors. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -117,8 +117,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
     void *memory;
-    DTRAIN__TRY(dtrain__steps_layout(layout, a, strategy->params, count, &strategy->desc,
-                                     dtrain_comm_size(strategy->groups.data),
+    const dtrain__model model = {a, strategy->params, count,
+                                 dtrain_comm_size(strategy->groups.data)};
+    DTRAIN__TRY(dtrain__steps_layout(layout, &model, &strategy->desc,
                                      dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     strategy->works_per_bucket = each;
@@ -163,7 +164,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 }
 
 /* 5. Give every rank the values of parameters that the host owns. First rank 0 of each tensor axis
- * sends whole parameters. Then the first stage sends tied weights. Then rank 0 of each data axis
+ * sends whole parameters. Then the first stage sends tied weights. Then rank 0 of the data axis
  * sends everything. */
 static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
@@ -229,8 +230,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* Wait for the collectives under way. In the middle of a backward other ranks wait for the rest of
  * it: then fail the communicators with this rank's last error, which is the likely reason why it
- * gave up and stays its last error. A unit that is being fetched is no reason to fail: its
- * collectives complete. */
+ * gave up and stays its last error. A unit that is being fetched is no reason to fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

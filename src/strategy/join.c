@@ -1,7 +1,7 @@
 /* Passes without samples
  *
- * A rank that has no batch left makes the collectives of a pass with zeros for gradients, so that
- * ranks with batches are not left waiting. */
+ * A rank without a batch makes the collectives of a pass with zero gradients, so that ranks with
+ * batches do not wait for it. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
@@ -25,8 +25,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     DTRAIN__GIVEN(call, over);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    /* Where batches are normalised over several ranks, these make a call there in their forward,
-     * with which this one differs at once; if none of them has a batch, all make this one. */
+    /* Ranks that share a batch normalisation call its collective in their forward. This rank's call
+     * differs from theirs: an error at once. If no rank has a batch, all make this call. */
     dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->notes.batch_comm);
     dtrain_result result = batches ? dtrain_barrier(batches) : DTRAIN_OK;
     if (result != DTRAIN_OK)
@@ -44,6 +44,6 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     const bool last = !strategy->more;
     strategy->notes.weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK; /* only a whole step tells whether no rank has had samples */
+    if (!last) return DTRAIN_OK; /* only a whole step shows whether no rank had samples */
     return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
 }

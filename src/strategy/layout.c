@@ -21,8 +21,7 @@
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
  * several units use, then whole parameters, then weights that pipeline stages on several ranks use.
- * Frozen parameters of sharded units have separate buckets, which are gathered and never
- * reduced. */
+ * Frozen parameters of sharded units have separate buckets that are only gathered. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -128,8 +127,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(dtrain__words(layout, layout->params[index].count));
 }
 
-/* Close a bucket: pad it, so that its shards, or the slices of several nodes, have equal
- * lengths. */
+/* Close a bucket: pad it, so that its shards, or slices of nodes, have equal lengths. */
 static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const int64_t parts = bucket->cuts ? 1 : bucket->sharded ? layout->ranks : layout->node_ranks;
@@ -216,8 +214,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 }
 
 /* Make a bucket of each tied weight that other ranks' pipeline stages have copies of. These buckets
- * come last, in the same order on all of these ranks, so that no two ranks wait for each other in a
- * circle. */
+ * come last, in the same order on all of these ranks, so that ranks do not wait in a circle. */
 static void dtrain__lay_ties(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
@@ -283,8 +280,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
     /* Which classes are really sharded, and among how many ranks? One rank shards nothing, unless
-     * its shard is in host memory. Gradients that are reduced only in the last micro-batch (LAST)
-     * are whole until then. */
+     * its shard is in host memory. Gradients that are reduced in the last micro-batch (LAST) are
+     * whole. */
     const dtrain__classes *kind = &layout->kind->shards;
     const int size = (int)desc->node_size;
     layout->all = all;

@@ -6,7 +6,7 @@
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
- * The storage of an alias is the entry whose value and gradient it shares; every other entry is its
+ * The storage of an alias is the entry whose value and gradient it shares; other entries are their
  * own storage. */
 
 #pragma once
@@ -72,7 +72,8 @@ typedef struct dtrain__bucket {
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* sums over the members' fields of this name */
     const struct dtrain__step_list *steps; /* steps from its gradients to their mean: steps.c */
-    uint32_t step; /* 0: not begun; number of the step under way; or DTRAIN__REDUCED */
+    uint32_t step;     /* 0: not begun; number of the step under way; or DTRAIN__REDUCED */
+    dtrain_comm *comm; /* of that step */
     dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* state of compression (steps_internal.h), or NULL */
     float *tensor_sum;     /* (tensor_count) packed gradients to sum over the tensor axis */

@@ -75,8 +75,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
 /* True if a bucket is reduced in this backward. Whole gradients add up on each rank until the last
- * micro-batch of a step. Gradients of which a rank keeps only a shard are reduced in every
- * backward. */
+ * micro-batch of a step. If a rank keeps only a shard, they are reduced every time. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
@@ -181,17 +180,12 @@ static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucke
 {
     while (bucket->step < dtrain__step_count(strategy, bucket)) {
         const dtrain__step *step = &bucket->steps->list[bucket->step++];
+        bucket->comm = step->comm;
         DTRAIN__TRY(step->begin(strategy, bucket));
         if (step->comm) return DTRAIN_OK;
     }
     bucket->step = DTRAIN__REDUCED;
     return DTRAIN_OK;
-}
-
-/* Return the communicator of the step under way. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__step_comm(const dtrain__bucket *bucket)
-{
-    return bucket->steps->list[bucket->step - 1].comm;
 }
 
 /* Wait for the step under way, end it, and begin the next. In DDP: wait for the all-reduce. */
@@ -267,8 +261,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* Complete and launch the buckets below `end`, one at a time. Two buckets can share a buffer, which
  * may be zeroed for the second bucket only after the first is launched. A gradient that was not
- * marked keeps its value if an earlier micro-batch or another alias has written it, and is zero
- * otherwise. */
+ * marked keeps the value of an earlier micro-batch or another alias, or becomes zero. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -293,8 +286,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 
 /* End a backward. The order of calls matters: a step that fails for a missing gradient makes the
  * same collectives as a step that succeeds, so that all ranks begin the next step at the same
- * place. Wait for units that were fetched ahead: their collectives read shards, which the update
- * will overwrite. */
+ * place. Wait for units that were fetched ahead: their collectives read shards that the update
+ * overwrites. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;
@@ -360,7 +353,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy
 {
     void *wire = dtrain__wire(bucket, bucket->slice_first);
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(dtrain__step_comm(bucket), wire, wire,
+    return dtrain_all_reduce(bucket->comm, wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
@@ -387,8 +380,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
                                                            dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(dtrain__step_comm(bucket),
-                                 dtrain__wire(bucket, bucket->slice_first),
+    return dtrain_reduce_scatter(bucket->comm, dtrain__wire(bucket, bucket->slice_first),
                                  dtrain__wire_end(strategy, bucket),
                                  (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                                  dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);

@@ -23,8 +23,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uin
  * batch and takes part in all sums. Collective over the data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
                                                bool joins);
-/* Note that an evaluation begins or ends. Its passes have no gradients, but their loss is one
- * mean. */
+/* Note that an evaluation begins or ends. Its passes have no gradients, but one mean. */
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
 /* Note that a tape runs the backwards: ranks that join then agree on a full batch too. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);

@@ -1,17 +1,17 @@
-/* Stages: which part of a model a rank of a pipeline axis has
+/* Stages: the part of a model on a rank of a pipeline axis
  *
  * Units are put into stages in the order in which they first appear in the array of parameters, and
- * stages lie on the ranks in turn. Every rank registers the whole array; what it has no part in has
- * no memory here and a count of 0:
+ * stages are given to the ranks in turn. Every rank registers the whole array. A parameter of other
+ * ranks' stages has no memory on this rank and a count of 0:
  *
  *     2 ranks, 2 chunks     unit 0 1 2 | 3 4 | 5 6 | 7 8
  *     stage                      0     |  1  |  2  |  3
  *     rank                       0     |  1  |  0  |  1
  *
- * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
- * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients up
- * before anything else is done with them, and so they stay equal. The first rank counts it where
- * something of the model counts once. */
+ * A weight that is tied between stages of several ranks has a copy on each. All copies are drawn
+ * from the random stream of one index, so they start equal. TIE (ties.c) adds up their gradients
+ * before any other step, so they stay equal. The first of these ranks counts the weight if the
+ * model's weights are to count once. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -86,7 +86,7 @@ DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain
 
 /* ---- Parameters -------------------------------------------------------------------------------*/
 
-/* Tell whether a rank of the axis uses a storage, by any of its entries. */
+/* True if a rank of the axis uses a storage, by any of its entries. */
 DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage,
                                         int rank)
 {
@@ -98,8 +98,7 @@ DTRAIN__PRIVATE bool dtrain__stage_uses(const dtrain__stage_map *map, const dtra
     return false;
 }
 
-/* Note which parameters are used here, and take the elements of those away that are not: after the
- * array was resolved. */
+/* Mark the parameters that this rank does not use, and set the count of unused storages to 0. */
 DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
                                           size_t count)
 {

@@ -25,7 +25,6 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__round_begin, dtrain__widen_begin,
     dtrain__host_return_begin;
 
 /* strategy/reduce.c */
-DTRAIN__PRIVATE dtrain_comm *dtrain__step_comm(const dtrain__bucket *bucket);
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
                                              const dtrain__bucket *bucket);
 

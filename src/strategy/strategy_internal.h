@@ -155,6 +155,14 @@ struct dtrain_strategy {
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
+/* The parameters of a layout, and the ranks of its data axis. */
+typedef struct dtrain__model {
+    const dtrain_allocator *allocator;
+    dtrain_param *params;
+    size_t count;
+    int ranks;
+} dtrain__model;
+
 /* A strategy that is planned and not made. */
 typedef struct dtrain__planned {
     dtrain_strategy_desc desc; /* resolved */
@@ -163,7 +171,7 @@ typedef struct dtrain__planned {
     dtrain__stage_map stages;
 } dtrain__planned;
 
-/* The kinds that AUTO chooses from. Ranks compare totals only, because they may own gradients of
+/* The kinds that AUTO chooses from. Ranks compare only totals, because their gradients can have
  * different sizes. */
 #define DTRAIN__CANDIDATES 5
 typedef struct dtrain__candidates {
@@ -223,10 +231,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
-                                                   const dtrain_allocator *a,
-                                                   const dtrain_param *params, size_t count,
-                                                   const dtrain_strategy_desc *desc, int ranks,
-                                                   int rank);
+                                                   const dtrain__model *model,
+                                                   const dtrain_strategy_desc *desc, int rank);
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
 /* strategy/counts.c */
@@ -308,20 +314,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy);
 
 /* strategy/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
-                                                const dtrain_param *params, size_t count,
-                                                const dtrain_strategy_desc *given, int ranks,
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain__model *model,
+                                                const dtrain_strategy_desc *given,
                                                 dtrain_memory *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
-                                                  size_t count, const dtrain_strategy_desc *desc,
-                                                  const dtrain__groups *groups);
-DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
-                                                   size_t count, const dtrain_strategy_desc *desc,
-                                                   int ranks, const dtrain__groups *groups,
+DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain__model *model,
+                                                   const dtrain_strategy_desc *desc,
+                                                   const dtrain__groups *groups,
                                                    dtrain__planned *planned);
-DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
-                                                      const dtrain_param *params, size_t count,
-                                                      const dtrain_strategy_desc *given, int ranks,
+DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain__model *model,
+                                                      const dtrain_strategy_desc *given,
                                                       uint32_t node_ranks, dtrain__candidates *all);
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,

@@ -1,29 +1,27 @@
 /* The sum over the tensor axis, under sequence parallelism
  *
- * Between the layers that it shares, each rank of the tensor axis has worked on its own rows: of a
- * parameter that is whole on all of them it has a part of the gradient, of its part of a parameter
- * that is cut all. TENSOR comes before anything travels along the data axis:
+ * Between the layers that it shares, each rank of the tensor axis works on its own rows. So of a
+ * whole parameter a rank has a part of the gradient; of its part of a cut parameter it has the
+ * whole gradient. TENSOR runs before the steps of the data axis:
  *
  *     bucket    | cut a . . . . . | b . . | cut c . . . . | d |
  *     packed    | b . . | d |  ->  sum over the ranks of the tensor axis  ->  b and d in the bucket
  *
  * All ranks of the axis have the same parameters in the same order in each bucket (layout.c). Whole
- * parameters are few, and the axis lies inside a node: their gradients travel as fp32, whatever
- * reduce_dtype says. */
+ * parameters are few, and the axis lies inside a node: their gradients always travel as fp32. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* Tell whether parameter i is summed in this bucket. */
+/* True if parameter i is summed in this bucket. */
 static bool dtrain__is_summed(const dtrain__layout *layout, const dtrain__bucket *bucket, size_t i)
 {
     const dtrain_param *p = &layout->params[i];
     return p->state.storage == p && layout->entries[i].bucket == bucket && !p->cut.axis;
 }
 
-/* Count what is summed in each bucket, and carve the memory out of the buffers in which it is
- * packed. */
+/* Count what each bucket sums, and carve the packed memory out of the buffers. */
 DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout)
 {
     for (size_t b = 0; b < layout->bucket_count && layout->partial; b++) {
@@ -37,7 +35,7 @@ DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout)
     }
 }
 
-/* Copy what is summed to where it is packed, or back. */
+/* Copy gradients of whole parameters to the packed memory, or back. */
 static dtrain_result dtrain__tensor_pack(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                          bool back)
 {
@@ -55,7 +53,7 @@ static dtrain_result dtrain__tensor_pack(dtrain_strategy *strategy, const dtrain
     return DTRAIN_OK;
 }
 
-/* TENSOR: a bucket's gradients of whole parameters = their sum over the tensor axis. */
+/* TENSOR: replace a bucket's gradients of whole parameters by their sum over the tensor axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket)
 {
@@ -65,7 +63,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
     DTRAIN__TRY(dtrain_all_reduce(strategy->tensor_comm, bucket->tensor_sum, bucket->tensor_sum,
                                   (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
                                   bucket->reduces));
-    if (dtrain__step_comm(bucket)) return DTRAIN_OK;
+    if (bucket->comm) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
     return dtrain__tensor_end(strategy, bucket);
 }

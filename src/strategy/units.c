@@ -56,19 +56,19 @@ DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Find the index of a unit. The search begins next to the unit gathered last, so it takes constant
- * time in a pass. */
-static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+/* Find the index of a unit. It begins at the last unit gathered: constant time in a pass. */
+static dtrain_result dtrain__find_unit(const dtrain_strategy *strategy, const char *call,
+                                       uint32_t id, uint32_t *at)
 {
     const dtrain__layout *layout = &strategy->layout;
     const uint32_t count = (uint32_t)layout->unit_count;
     const uint32_t from =
         strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
     for (uint32_t i = 0; i < count; i++) {
-        const uint32_t at = (from + i) % count;
-        if (layout->units[at].id == id) return at;
+        *at = (from + i) % count;
+        if (layout->units[*at].id == id) return DTRAIN_OK;
     }
-    return DTRAIN__NONE;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
 }
 
 /* Gather unit number `at`, and fetch unit `next`, which the pass needs next. The unit of shared
@@ -82,15 +82,6 @@ static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, 
     DTRAIN__TRY(dtrain__unit_need(strategy, &layout->units[at]));
     if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
     return dtrain__unit_fetch(strategy, &layout->units[next]);
-}
-
-/* Show unit number `at`, which is gathered; or hide it: set its pointers to NULL, so that a use
- * after release is noticed. Hidden values stay in the slot until another unit takes it. */
-static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
-{
-    if (!strategy->layout.shards.params) return;
-    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
-    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
 }
 
 /* Check that a unit is due. Forward begins with the first unit and continues with the next one; it
@@ -119,8 +110,8 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
 
 /* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
  * forward is a recomputation if a backward is under way. It is one too if it returns to an earlier
- * unit than the last, but not to the first: then the backward of this rank has stepped over all
- * units so far. */
+ * unit than the last, but not to the first: then this rank's backward has stepped over all
+ * units. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     if (backward) {
@@ -132,7 +123,8 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
-    dtrain__show_unit(strategy, at, true);
+    dtrain__unit_show(strategy, &strategy->layout.shared, true);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], true);
     return DTRAIN_OK;
 }
 
@@ -140,11 +132,9 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                                                 dtrain_pass pass)
 {
     const char *const call = "dtrain_strategy_gather";
+    uint32_t at;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call,
-                           unit);
+    DTRAIN__TRY(dtrain__find_unit(strategy, call, unit, &at));
     if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
                            (int)pass);
@@ -156,13 +146,11 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
+    uint32_t at;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    DTRAIN__TRY(dtrain__find_unit(strategy, "dtrain_strategy_release", unit, &at));
     if (at == strategy->backward) strategy->entered = false;
-    dtrain__show_unit(strategy, at, false);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
 }
 
@@ -231,8 +219,7 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
 }
 
 /* GATHERING -> GATHERED: wait for the collectives, and convert. Values that travelled rounded
- * become fp32. Then fp32 values become values in the host's type, unless they have travelled in
- * that type. */
+ * become fp32. Then fp32 values become values in the host's type, unless they travelled in it. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -258,9 +245,11 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
     return DTRAIN_OK;
 }
 
-/* GATHERED -> SHOWN, or back: set the parameters' pointers. */
+/* GATHERED -> SHOWN, or back: set the parameters' pointers. After a release they are NULL, so that
+ * a use is noticed; the values stay in the slot until another unit takes it. */
 DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
+    if (!strategy->layout.shards.params) return;
     dtrain__show_values(strategy, unit->trainable, shown);
     dtrain__show_values(strategy, unit->frozen, shown);
     if (unit->state >= DTRAIN__UNIT_GATHERED)
@@ -276,8 +265,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtra
     return DTRAIN_OK;
 }
 
-/* Free the slot of a unit: evict the unit that is in it. A unit with separate memory has no
- * slot. */
+/* Free the slot of a unit, if it has one: evict the unit that is in it. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
                                                  const dtrain__unit *unit)
 {
@@ -337,7 +325,7 @@ static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dty
  * one gathers this rank's slice from the other nodes; dtrain__gather_inside gathers the slices
  * inside the node. A shard is rounded at every gather: to keep a rounded copy beside the master
  * would save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes
- * of memory per element. */
+ * per element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {

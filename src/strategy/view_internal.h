@@ -40,8 +40,8 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
 /* ---- Norm of gradients ------------------------------------------------------------------------*/
 
 /* Queue the sums of squares of the ranks that hold one model into *squares (*count, device memory),
- * if no rank shares a copy. Their sum in this order is the sum over all gradients. Collective over
- * those ranks. */
+ * if no rank shares a copy. Their sum in this order covers all gradients. Collective over those
+ * ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
                                                     const double **squares, int *count);
 

@@ -19,8 +19,8 @@ typedef struct dtrain__cpu {
     int thread_count;
     const dtrain__kernels *kernels;
     const dtrain__isa *isa;   /* of products */
-    const dtrain__isa *pairs; /* of those of bf16 with bf16; NULL: they are widened */
-    float *scratch;           /* of the kernel that runs; grows in the first step */
+    const dtrain__isa *pairs; /* of products of bf16 with bf16; NULL: widen them */
+    float *scratch;           /* of the running kernel; grows in the first step */
     size_t scratch_bytes;
     double sums[DTRAIN__SUM_CHUNKS];
 } dtrain__cpu;

@@ -1,12 +1,12 @@
-/* Kernels: how work is cut
+/* Kernels: division of work
  *
- *     launcher              checks what only it can see, cuts the work, wakes the pool
- *       -> dtrain__job        what is common to all threads of one kernel
+ *     launcher              checks arguments, cuts the work, wakes the pool
+ *       -> dtrain__job        data of all threads of one kernel
  *         -> range function     the arithmetic on [begin, end), one per instruction set
  *
- * The bits of a result depend on the instruction set, never on the number of threads: a sum is
- * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
- * the arguments, whose sums are then added in order. */
+ * The bits of a result depend on the instruction set, never on the number of threads: one thread
+ * takes a whole sum (rows, columns, heads), or chunks whose size depends only on the arguments have
+ * partial sums, which are added in order. */
 
 #define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
@@ -20,16 +20,16 @@
 #include "device/device.h"
 #include "device/device_internal.h"
 
-/* The text of the kernels is compiled once per instruction set: the file with it is included with
- * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */
+/* The text of the kernels is compiled once per instruction set: each inclusion sets DTRAIN__ISA.
+ * (dtrain.h includes itself; such an inclusion sees only its last part.) */
 #ifndef DTRAIN__KERNEL_TEXT
 #define DTRAIN__KERNEL_TEXT "device/cpu/kernels/text.h"
 #endif
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-/* Their loops are written in vectors: without these passes of gcc they are as fast, and compile in
- * four fifths of the time. */
+/* The loops are vectors already: without these passes of gcc they are as fast, and compile in four
+ * fifths of the time. */
 #if defined(__OPTIMIZE__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("no-tree-vrp,no-tree-pre,no-gcse,no-code-hoisting,no-tree-slp-vectorize", \
@@ -63,8 +63,9 @@ DTRAIN__HOT
 #endif
 /* clang-format on */
 
-/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
- * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
+/* Return an instance that this machine can run, the best for number 0; NULL: no more instances.
+ * With DTRAIN_NATIVE the only instance follows the compiler's flags, which the whole program needs.
+ */
 #if defined(DTRAIN_NATIVE)
 #define DTRAIN__RUNS(feature) true
 #else
@@ -97,7 +98,7 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
     return dtrain__kernels_number(0);
 }
 
-/* Return NULL where products of bf16 are computed in fp32. */
+/* Return NULL if products of bf16 are computed in fp32. */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
 #if DTRAIN__PAIRS

@@ -1,4 +1,4 @@
-/* Launchers of kernels that every program has: element-wise ones, sums, optimizers */
+/* Launchers of the kernels in every program: element-wise operations, sums, optimizers */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -21,8 +21,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__
     return dtrain__job_run(cpu, &job, range, elements);
 }
 
-/* Run a kernel on each element by itself: cut where neither a cache line nor a vector of random
- * numbers is split. */
+/* Run a kernel on single elements, cut so that no cache line and no vector of random numbers is
+ * split. */
 DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
                                                   const void *args, int64_t count,
                                                   dtrain_dtype dtype)

@@ -75,7 +75,8 @@ DTRAIN__LAUNCH(embedding, dtrain__check_tokens(args), args->rows, 1, 0, args->ro
 DTRAIN__LAUNCH(embedding_backward, dtrain__check_tokens(args), args->n, DTRAIN__LINE, 0,
                args->rows * args->n, args->dtype)
 
-/* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
+/* Return the floats of dtrain__head's buffers, with the head size rounded up to the widest vectors.
+ */
 static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool backward)
 {
     const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(args->d, 32);
@@ -104,8 +105,8 @@ static dtrain_result dtrain__check_attention(const dtrain_attention_args *args)
     return DTRAIN_OK;
 }
 
-/* Forward an item is a block of queries of a head, backward a head of keys with all the heads of
- * queries that share it. Items are of unequal cost; each thread has the buffers of one. */
+/* Run attention on items of unequal cost: a block of queries of a head (forward), or a head of keys
+ * with all heads of queries that share it (backward). Each thread has buffers for one item. */
 static dtrain_result dtrain__launch_attention(dtrain_device *device,
                                               const dtrain_attention_args *args, const void *pass,
                                               int64_t items, bool backward)
@@ -156,7 +157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     return args->d_logits ? dtrain__cpu_cross_entropy_backward(device, &backward) : DTRAIN_OK;
 }
 
-/* Write the loss and lse of a row, of what was found in it: `sum` is of exp(x - top). */
+/* Write the loss and lse of a row; `sum` is the sum of exp(x - top). */
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum)
 {
@@ -172,7 +173,7 @@ DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int
             : (float)(lse - (1 - smoothing) * (double)wanted - smoothing * logits_sum / classes);
 }
 
-/* Two functions of four floats a row: one thread does it while others would wake up. */
+/* Compute two functions of four floats a row, on one thread: waking others takes longer. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_finish(
     dtrain_device *device, const dtrain_cross_entropy_finish_args *args)
 {
@@ -237,8 +238,8 @@ DTRAIN__LAUNCH(pointwise, dtrain__check_pointwise(args, false), args->count, 2 *
 DTRAIN__LAUNCH(pointwise_backward, dtrain__check_pointwise(args, true), args->count,
                2 * DTRAIN__LINE, 0, args->count, dtrain__pointwise_dtype(args))
 
-/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
- * block of four serves neighbours. */
+/* Draw the random words of elements i .. i + count of a part, which can begin and jump anywhere;
+ * neighbours share a block of four words. */
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
                                         int64_t i, int64_t count, uint32_t *words)
 {
@@ -270,8 +271,8 @@ static int64_t dtrain__batchnorm_chunk(int64_t rows, int64_t n)
     return dtrain__max(dtrain__max(4096 / n, 16), (rows + 511) / 512);
 }
 
-/* Put two sets of rows together: how many, their mean, the sum of squared deviations from it (Chan,
- * Golub and LeVeque, 1979). */
+/* Join two sets of rows: count, mean, sum of squared deviations from the mean (Chan, Golub and
+ * LeVeque, 1979). */
 static void dtrain__moments_join(double *count, double *mean, double *spread, double more,
                                  double more_mean, double more_spread)
 {
