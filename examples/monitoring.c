@@ -80,15 +80,15 @@ static int train(dtrain_world *world, void *user)
     dtrain_step_record record;
     for (int step = 0; step < STEPS; step++) {
         CHECK(dtrain_trainer_step(trainer, &record));
-        record.added[0].name = "perplexity";
-        record.added[0].value = exp(record.loss);
+        CHECK(dtrain_record_add(&record, "perplexity", "", exp(record.loss)));
         CHECK(dtrain_metrics_step(metrics, &record));
     }
     CHECK(dtrain_metrics_finish(metrics)); /* an error if a sink has lost anything */
     dtrain_metrics_info written;
     dtrain_metrics_query(metrics, &written);
     if (m.rank == 0)
-        printf("%d steps, loss %.3f, perplexity %.3f\n", STEPS, record.loss, record.added[0].value);
+        printf("%d steps, loss %.3f, perplexity %.3f\n", STEPS, record.loss,
+               dtrain_record_value(&record, "perplexity"));
     for (size_t i = 0; i < written.sink_count; i++) { /* on rank 0 only */
         printf("%s: %d records\n", written.sinks[i].name, (int)written.sinks[i].written);
         if (written.sinks[i].written < STEPS) return 1;

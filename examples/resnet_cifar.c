@@ -413,7 +413,7 @@ static dtrain_result validate(dtrain_world *world, run_job *j, int64_t done, boo
     dtrain_result result = DTRAIN_OK;
     if (m->begun == 0 || m->epoch_begin > done) /* first step of this rank, or a roll-back */
         m->epoch_begin = done - 1, m->loss_sum = 0,
-        m->begun = dtrain_seconds() - record->step_ms / 1e3;
+        m->begun = dtrain_seconds() - dtrain_record_value(record, "step_ms") / 1e3;
     m->loss_sum += record->loss;
     if (stopping || (done % m->epoch_steps && done != j->steps)) return DTRAIN_OK;
     const double seconds = dtrain_seconds() - m->begun, steps = (double)(done - m->epoch_begin);

@@ -228,6 +228,7 @@ DTRAIN__COLD
 #include "train/pipeline_step.c"
 #include "train/plan.c"
 #include "train/create.c"
+#include "train/record.c"
 #include "train/trainer.c"
 #endif
 
@@ -235,7 +236,6 @@ DTRAIN__COLD
 
 #if DTRAIN__MONITOR
 #include "monitor/metrics.c"
-#include "monitor/table.c"
 #include "monitor/file.c"
 #include "monitor/console.c"
 #include "monitor/lines.c"

@@ -34,16 +34,16 @@
     GROWS(loader_info, batch_samples, 20) GROWS(tape_info, error, 60) \
     GROWS(batch_norm_desc, comm, 48) GROWS(attention_desc, mask, 56) \
     GROWS(conv2d_desc, groups, 56) GROWS(pool2d_desc, padding, 56) GROWS(trainer_desc, mesh, 224) \
-    GROWS(metrics_desc, sink_count, 120) GROWS(metrics_info, no_plan, 248) FIXED(allocator, 24) \
+    GROWS(metrics_desc, sink_count, 120) GROWS(metrics_info, no_plan, 232) FIXED(allocator, 24) \
     FIXED(trace_desc, 40) FIXED(device_desc, 56) FIXED(device_info, 224) FIXED(cut, 48) \
     FIXED(param, 208) FIXED(shard, 56) FIXED(memory, 72) FIXED(comm_info, 160) \
     FIXED(loss_scaler, 24) FIXED(schedule, 104) FIXED(optimizer_desc, 64) \
     FIXED(pipeline_desc, 16) FIXED(pipeline_action, 24) FIXED(pipeline_schedule, 48) \
     FIXED(pipeline_costs, 32) FIXED(pipeline_part, 24) FIXED(pipeline_work, 24) FIXED(piece, 80) \
     FIXED(state_tensor, 160) FIXED(state_item, 152) FIXED(storage, 88) FIXED(export_name, 24) \
-    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 1520) \
-    FIXED(batch_search, 48) FIXED(summary, 136) FIXED(metric, 56) FIXED(histogram, 96) \
-    FIXED(metrics_sample, 88) FIXED(metrics_sink, 32) FIXED(metrics_sink_info, 32) \
+    FIXED(dataset_info, 72) FIXED(sample, 32) FIXED(tensor, 96) FIXED(step_record, 3160) \
+    FIXED(batch_search, 48) FIXED(summary, 136) FIXED(figure, 32) FIXED(histogram, 96) \
+    FIXED(metrics_sample, 72) FIXED(metrics_sink, 32) FIXED(metrics_sink_info, 32) \
     FIXED(hook_tensor, 56) FIXED(hook_bucket, 96) FIXED(comm_hook_desc, 56) FIXED(op, 608) \
     FIXED(op_desc, 56)
 /* clang-format on */

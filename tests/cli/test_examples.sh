@@ -31,6 +31,9 @@ result "monitoring: a figure that the program adds is in the file for Prometheus
 grep -q -a perplexity "$tmp"/board/events.out.tfevents.*
 result "monitoring: and in the events for TensorBoard" $? "$tmp/out"
 bad "monitoring, a file that node_exporter does not read" "does not end in .prom" "$build/monitoring" "$tmp/example.txt" "$tmp/board"
+good "own_figure" "^step 300: loss 0\.05[0-9]+, perplexity 1\.0[56][0-9]$" "$build/own_figure" "$tmp/own_figure.jsonl" "$tmp/own_figure"
+[ "$(grep -c '^{"step": .*, "perplexity": [12][0-9.]*}$' "$tmp/own_figure.jsonl")" -eq 300 ] && grep -q -a 'added/perplexity' "$tmp/own_figure"/events*
+result "own_figure: the figure is in JSON and in TensorBoard" $? "$tmp/own_figure.jsonl"
 # Settings of one model and one loop (examples/layers.h): each program fails by itself where what it shows is not so.
 good "hybrid_shard, two nodes" "^hybrid_shard +256\.0 +960\.1 +256\.0  0\.86" "$build/hybrid_shard"
 good "hybrid_shard, four nodes" "^hybrid_shard +256\.0 +1088\.1 +384\.1  0\.83" "$build/hybrid_shard" 8

@@ -18,7 +18,7 @@ typedef struct training {
     bool histograms;
     int tensor;                                /* ranks of a tensor axis; 0: there is no mesh */
     bool cut;                                  /* it cuts the parameters */
-    double got[8][DTRAIN_FIGURE_COUNT];        /* by rank 0: figures of ranks */
+    double got[8][DTRAIN__FIGURE_WORDS];       /* by rank 0: words of ranks */
     uint64_t sent[8][DTRAIN_COLLECTIVE_KINDS]; /* by each, last step: in all, and by kind */
     uint64_t over_tensor[8], over_data[8]; /* by each, last step, as the mesh's communicators say */
     dtrain_step_record records[8];         /* of each, last step */
@@ -76,7 +76,8 @@ static double last_value(const dtrain_metrics *metrics, const char *name)
     dtrain_metrics_info info;
     dtrain_metrics_query(metrics, &info);
     for (size_t i = 0; i < info.last.count; i++)
-        if (strcmp(info.last.metrics[i].name, name) == 0) return info.last.metrics[i].value;
+        if (strcmp(strchr(info.last.figures[i].name, '/') + 1, name) == 0)
+            return info.last.figures[i].value;
     return NAN;
 }
 
@@ -87,6 +88,10 @@ static uint64_t bytes_over(const dtrain_mesh *mesh, uint32_t axis)
     dtrain_comm_query(dtrain_mesh_comm(mesh, axis), &info);
     return info.wire_bytes;
 }
+
+static const char *const kinds[DTRAIN_COLLECTIVE_KINDS] = {
+    "?", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "?", "send",
+    "?", "?",          "all_to_all"};
 
 static int train_rank(dtrain_world *world, void *user)
 {
@@ -160,27 +165,37 @@ static int train_rank(dtrain_world *world, void *user)
         t->over_tensor[s.rank] = bytes_over(mesh, DTRAIN_AXIS_TENSOR) - tensor;
         t->over_data[s.rank] = bytes_over(mesh, DTRAIN_AXIS_DATA) - data;
         t->records[s.rank] = r;
-        if (step == 1)
-            CHECK_MSG(r.figures[DTRAIN_FIGURE_CHECKPOINT].min > 0.0029, "%g",
-                      r.figures[DTRAIN_FIGURE_CHECKPOINT].min);
+        const bool several = dtrain_world_size(world) > 1;
+        const double least =
+            dtrain_record_value(&r, several ? "checkpoint_ms_min" : "checkpoint_ms");
+        const double most =
+            dtrain_record_value(&r, several ? "checkpoint_ms_max" : "checkpoint_ms");
+        if (step == 1) CHECK_MSG(least > 2.9, "%g", least);
         if (step == 2) {
             double longest = 0;
             for (int i = 0; i < dtrain_world_size(world); i++) longest = fmax(longest, t->span[i]);
-            CHECK_MSG(r.figures[DTRAIN_FIGURE_CHECKPOINT].max < 1.001 * longest + 1e-6, "%g of %g",
-                      r.figures[DTRAIN_FIGURE_CHECKPOINT].max, longest);
+            CHECK_MSG(most < 1e3 * (1.001 * longest + 1e-6), "%g of %g", most, 1e3 * longest);
         }
         TRY(dtrain_metrics_step(metrics, &r));
         if (s.rank == 0) t->last = r;
-        t->sent[s.rank][0] = r.comm_bytes;
-        for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-            t->sent[s.rank][kind] = (uint64_t)r.figures[DTRAIN_FIGURE_COMM_BYTES + kind].own;
+        t->sent[s.rank][0] = (uint64_t)dtrain_record_value(&r, "comm_bytes");
+        for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
+            char key[40];
+            snprintf(key, sizeof key, "%s_bytes", kinds[kind]);
+            t->sent[s.rank][kind] = (uint64_t)fmax(0, dtrain_record_value(&r, key));
+        }
     }
     dtrain_metrics_query(metrics, &info);
-    CHECK(info.last.figures && info.last.figure_stride >= DTRAIN_FIGURE_COUNT);
     for (int r = 0; s.rank == 0 && r < dtrain_world_size(world); r++)
-        for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
-            t->got[r][f] =
-                (double)info.last.figures[(size_t)r * info.last.figure_stride + (size_t)f];
+        for (int f = 0; f < DTRAIN__FIGURE_WORDS; f++) t->got[r][f] = (double)trainer->words[r][f];
+    for (size_t i = 0; i < info.last.count; i++) { /* those of a rank are in the figure's unit */
+        const dtrain_figure *figure = &info.last.figures[i];
+        const int size = dtrain_world_size(world);
+        if (strcmp(figure->name, "time/forward_ms") != 0) continue;
+        for (int r = 0; r < size; r++)
+            CHECK_CLOSE((double)figure->ranks[r],
+                        1e3 * (double)trainer->words[r][DTRAIN__WORD_FORWARD], 1e-3);
+    }
     if (s.rank == 0) {
         t->seen = histograms;
         CHECK(isfinite(t->flops = last_value(metrics, "flops_per_second")));
@@ -213,6 +228,19 @@ static training *training_create(void)
  * parts are the step. */
 static void test_figures(void)
 {
+    static const struct {
+        const char *key;
+        int word;
+        double scale;
+    } parts[] = {{"step_ms", DTRAIN__WORD_STEP, 1e3},
+                 {"data_ms", DTRAIN__WORD_DATA, 1e3},
+                 {"forward_ms", DTRAIN__WORD_FORWARD, 1e3},
+                 {"backward_ms", DTRAIN__WORD_BACKWARD, 1e3},
+                 {"exposed_comm_ms", DTRAIN__WORD_EXPOSED_COMM, 1e3},
+                 {"hidden_comm_ms", DTRAIN__WORD_HIDDEN_COMM, 1e3},
+                 {"optimizer_ms", DTRAIN__WORD_OPTIMIZER, 1e3},
+                 {"checkpoint_ms", DTRAIN__WORD_CHECKPOINT, 1e3},
+                 {"comm_bytes", DTRAIN__WORD_COMM_BYTES, 1}};
     for (uint32_t ranks = 1; ranks <= 8; ranks *= 2)
         for (uint32_t mode = 0; mode < 2; mode++) {
             training *t = training_create();
@@ -222,54 +250,54 @@ static void test_figures(void)
             CHECK_MSG(with_ranks(ranks, mode, NULL, train_rank, t) == DTRAIN_OK, "%s",
                       dtrain_last_error());
             const dtrain_step_record *r = &t->last;
-            CHECK(r->ranks == (int)ranks &&
-                  r->figures[DTRAIN_FIGURE_DATA].max_rank == t->slow_rank);
-            CHECK(r->figures[DTRAIN_FIGURE_DATA].max >= 0.02 &&
-                  r->data_ms == 1e3 * r->figures[DTRAIN_FIGURE_DATA].max);
-            for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
+            CHECK(r->ranks == (int)ranks && dtrain_record_value(r, "data_ms") >= 20);
+            for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
                 double sum = 0, low = INFINITY, high = -INFINITY;
-                int known = 0;
+                char key[40];
                 for (uint32_t rank = 0; rank < ranks; rank++) {
-                    const double one = t->got[rank][f];
-                    if (isnan(one)) continue;
-                    known++, sum += one, low = fmin(low, one), high = fmax(high, one);
+                    const double one = t->got[rank][parts[i].word] * parts[i].scale;
+                    sum += one, low = fmin(low, one), high = fmax(high, one);
                 }
-                const dtrain_spread *all = &r->figures[f];
-                if (!known) {
-                    CHECK(all->max_rank == -1 && isnan(all->mean));
+#define VALUE(take) \
+    (snprintf(key, sizeof key, "%s_" take, parts[i].key), dtrain_record_value(r, key))
+                if (ranks == 1) {
+                    CHECK(isnan(VALUE("max")) && isnan(VALUE("rank")));
                     continue;
                 }
-                CHECK_CLOSE(all->mean, sum / known, 1e-12);
-                CHECK(all->min == low && all->max == high && t->got[all->max_rank][f] == high &&
-                      t->got[all->min_rank][f] == low);
+                CHECK_CLOSE(VALUE("mean"), sum / ranks, 1e-12 * high);
+                CHECK(VALUE("min") == low && VALUE("max") == high);
+                CHECK(t->got[(int)VALUE("rank")][parts[i].word] * parts[i].scale == high);
+#undef VALUE
             }
+            CHECK(ranks == 1 || dtrain_record_value(r, "data_ms_rank") == t->slow_rank);
+            CHECK(ranks == 1 ||
+                  dtrain_record_value(r, "data_ms") == dtrain_record_value(r, "data_ms_max"));
             for (uint32_t rank = 0; rank < ranks; rank++) {
                 const double *own = t->got[rank];
-                const double parts = own[DTRAIN_FIGURE_DATA] + own[DTRAIN_FIGURE_FORWARD] +
-                                     own[DTRAIN_FIGURE_BACKWARD] + own[DTRAIN_FIGURE_EXPOSED_COMM] +
-                                     own[DTRAIN_FIGURE_OPTIMIZER];
-                CHECK_MSG(parts <= own[DTRAIN_FIGURE_STEP] * 1.00001, "parts %g, step %g", parts,
-                          own[DTRAIN_FIGURE_STEP]);
-                CHECK_MSG(own[DTRAIN_FIGURE_FLOPS] == 2 * 2.0 * ROWS * IN * OUT, "%g",
-                          own[DTRAIN_FIGURE_FLOPS]);
-                if ((int)rank != t->slow_rank) CHECK(own[DTRAIN_FIGURE_EXPOSED_COMM] > 0.01);
-                CHECK(own[DTRAIN_FIGURE_MEMORY] > 0 &&
-                      own[DTRAIN_FIGURE_MEMORY_PEAK] >= own[DTRAIN_FIGURE_MEMORY]);
-                CHECK(ranks == 1 ? isnan(own[DTRAIN_FIGURE_BUS]) : own[DTRAIN_FIGURE_BUS] > 0);
-                CHECK(own[DTRAIN_FIGURE_ACTIVATIONS] > 0);
+                const double parts = own[DTRAIN__WORD_DATA] + own[DTRAIN__WORD_FORWARD] +
+                                     own[DTRAIN__WORD_BACKWARD] + own[DTRAIN__WORD_EXPOSED_COMM] +
+                                     own[DTRAIN__WORD_OPTIMIZER];
+                CHECK_MSG(parts <= own[DTRAIN__WORD_STEP] * 1.00001, "parts %g, step %g", parts,
+                          own[DTRAIN__WORD_STEP]);
+                CHECK_MSG(own[DTRAIN__WORD_FLOPS] == 2 * 2.0 * ROWS * IN * OUT, "%g",
+                          own[DTRAIN__WORD_FLOPS]);
+                if ((int)rank != t->slow_rank) CHECK(own[DTRAIN__WORD_EXPOSED_COMM] > 0.01);
+                CHECK(own[DTRAIN__WORD_MEMORY] > 0 &&
+                      own[DTRAIN__WORD_MEMORY_PEAK] >= own[DTRAIN__WORD_MEMORY]);
+                CHECK(ranks == 1 ? isnan(own[DTRAIN__WORD_BUS]) : own[DTRAIN__WORD_BUS] > 0);
+                CHECK(own[DTRAIN__WORD_ACTIVATIONS] > 0);
             }
             uint64_t sent = 0;
-            const dtrain_spread *kinds = &r->figures[DTRAIN_FIGURE_COMM_BYTES];
-            for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-                sent += (uint64_t)kinds[kind].own;
-            CHECK(sent == r->comm_bytes && kinds->own == (double)r->comm_bytes);
+            for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++) sent += t->sent[0][kind];
+            CHECK(sent == t->sent[0][0]);
             CHECK(
                 ranks == 1 ||
-                kinds[mode ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_REDUCE].own >
+                t->sent[0][mode ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_REDUCE] >
                     0);
             CHECK(t->predicted == t->held && t->predicted > 0);
             CHECK_CLOSE(t->flops,
-                        ranks * 2 * 2.0 * ROWS * IN * OUT / r->figures[DTRAIN_FIGURE_STEP].max,
+                        ranks * 2 * 2.0 * ROWS * IN * OUT /
+                            (1e-3 * dtrain_record_value(r, "step_ms")),
                         1e-6 * t->flops);
             CHECK_MSG(t->seen == 2 * 2 * 2, "%llu histograms",
                       (unsigned long long)t->seen); /* steps 2, 4; w, b; both */
@@ -291,7 +319,7 @@ static void test_sent(void)
             for (uint32_t rank = 0; rank < ranks; rank++)
                 for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
                     const uint64_t sent = t->sent[rank][kind];
-                    CHECK(t->got[rank][DTRAIN_FIGURE_COMM_BYTES + kind] == (double)sent);
+                    CHECK(t->got[rank][DTRAIN__WORD_COMM_BYTES + kind] == (double)sent);
                 }
             CHECK((t->sent[0][0] > 0) == (ranks > 1));
             munmap(t, sizeof *t);
@@ -320,18 +348,18 @@ static void test_axes(void)
             CHECK_CLOSE(r->loss, plain->last.loss, 1e-5);
             CHECK_CLOSE(r->grad_norm, plain->last.grad_norm, 1e-4);
             CHECK(memcmp(&r->loss, &t->records[0].loss, sizeof r->loss) == 0);
-            const double over_tensor = r->figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
+            const double over_tensor = dtrain_record_value(r, "tensor_bytes");
             CHECK_MSG(over_tensor == (double)t->over_tensor[rank], "%g, counted %llu", over_tensor,
                       (unsigned long long)t->over_tensor[rank]);
-            CHECK(r->comm_bytes == t->over_tensor[rank] + t->over_data[rank]);
+            CHECK(t->sent[rank][0] == t->over_tensor[rank] + t->over_data[rank]);
             CHECK(t->over_tensor[rank] > 0 && t->over_data[rank] > 0);
-            CHECK(own[DTRAIN_FIGURE_TENSOR_BYTES] == (double)t->over_tensor[rank]);
-            CHECK(own[DTRAIN_FIGURE_TENSOR_EXPOSED] > 0 &&
-                  own[DTRAIN_FIGURE_TENSOR_EXPOSED] <= own[DTRAIN_FIGURE_EXPOSED_COMM] * 1.001);
+            CHECK(own[DTRAIN__WORD_TENSOR_BYTES] == (double)t->over_tensor[rank]);
+            CHECK(own[DTRAIN__WORD_TENSOR_EXPOSED] > 0 &&
+                  own[DTRAIN__WORD_TENSOR_EXPOSED] <= own[DTRAIN__WORD_EXPOSED_COMM] * 1.001);
         }
         for (uint32_t rank = 0; rank < data; rank++)
-            CHECK(isnan(plain->got[rank][DTRAIN_FIGURE_TENSOR_BYTES]) &&
-                  plain->records[rank].figures[DTRAIN_FIGURE_TENSOR_BYTES].own == 0);
+            CHECK(isnan(plain->got[rank][DTRAIN__WORD_TENSOR_BYTES]) &&
+                  isnan(dtrain_record_value(&plain->records[rank], "tensor_bytes")));
         munmap(t, sizeof *t);
         munmap(plain, sizeof *plain);
     }

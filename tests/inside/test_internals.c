@@ -2,6 +2,7 @@
  * unit that a kernel runs in, the trainer's seeds, schedules and its books about stragglers, clocks that differ. One
  * program, because the implementation has to be compiled into it once more. */
 #include "train/micro_batch.c"
+#include "train/record.c"
 #include "train/trainer.c"
 #include "parallel/mesh_internal.h"
 #include "strategy/layout_internal.h"
@@ -237,11 +238,12 @@ static void test_straggler_counting(void)
     for (int step = 0; step < 60; step++) {
         int slow = step < 9 ? 2 : step == 9 ? -1 : step < 25 ? 0 : step < 30 ? 2 : 0;
         for (int r = 0; r < 3; r++) {
-            words[r][DTRAIN_FIGURE_STEP] = 1.0f;
-            words[r][DTRAIN_FIGURE_EXPOSED_COMM] = r == slow ? 0.1f : 0.7f;
+            words[r][DTRAIN__WORD_STEP] = 1.0f;
+            words[r][DTRAIN__WORD_EXPOSED_COMM] = r == slow ? 0.1f : 0.7f;
         }
+        record.figure_count = 0;
         dtrain__straggler(&t, &record);
-        CHECK_CLOSE(record.straggler_score, slow < 0 ? 1 : 3, 1e-5);
+        CHECK_CLOSE(dtrain_record_value(&record, "straggler_score"), slow < 0 ? 1 : 3, 1e-5);
         if (slow >= 0) CHECK(t.slow_rank == slow);
         CHECK(named[0] == (step >= 19) && !named[1] && !named[2]);
     }
@@ -252,6 +254,7 @@ static int rank_of_a_model(dtrain_world *world, void *user)
 {
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
     dtrain__rank_words words[4];
+    float shares[4 * DTRAIN__FIGURE_WORDS];
     double own[DTRAIN__WORD_COUNT] = {0}, compute[4];
     bool named[4] = {false, false, false, false};
     dtrain__micro micros[3];
@@ -269,13 +272,14 @@ static int rank_of_a_model(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_comm_split(t.groups.all, rank % 2, 0, &t.groups.data));
     t.loss_counts = rank % 2 == 1;
     t.words = words, t.compute = compute, t.named = named, t.rank = rank, t.ranks = size;
+    t.shares = shares;
     t.data_ranks = dtrain_comm_size(t.groups.data);
     t.desc.micro_batches = 3, t.desc.tokens = 5;
     t.tape = &tape, t.micros = micros;
     micros[0].loss = rank == 1 ? 8.0f : rank == 3 ? 2.0f : 100;
     micros[0].weight = rank == 1 ? 2 : 1;
     dtrain__put_loss(&t, own);
-    RANKS_TRY(dtrain__trainer_record(&t, own, &record));
+    RANKS_TRY(dtrain__record_complete(&t, own, &record));
     CHECK_CLOSE(record.loss, (2 * 8.0 + 1 * 2.0) / 3, 1e-6);
     CHECK(record.tokens == 2 * 3 * 5 && record.ranks == 4);
     dtrain_comm_destroy(t.groups.data);

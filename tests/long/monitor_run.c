@@ -111,20 +111,19 @@ static dtrain_result dump_all(const job *j, dtrain_strategy *strategy, int64_t s
     return DTRAIN_OK;
 }
 
-/* Count the call, and compare a metric with the mean of the ranks' figures that it is made of. */
+/* Count the call, and compare a figure with the mean of the ranks' figures that it is made of. */
 static dtrain_result count_calls(void *user, const dtrain_metrics_sample *sample)
 {
     job *j = (job *)user;
     double mean = 0;
-    size_t i = 0;
     if (sample->moment != DTRAIN_METRICS_STEP) return DTRAIN_OK;
     j->custom_calls++;
-    while (i < sample->count && strcmp(sample->metrics[i].name, "forward_ms") != 0) i++;
-    for (int r = 0; r < j->ranks; r++)
-        mean += 1e3 / j->ranks *
-                (double)sample->figures[(size_t)r * sample->figure_stride + DTRAIN_FIGURE_FORWARD];
-    if (i < sample->count && fabs(sample->metrics[i].value - mean) < 1e-6 * (1 + mean))
-        return DTRAIN_OK;
+    for (size_t i = 0; i < sample->count; i++) {
+        const dtrain_figure *figure = &sample->figures[i];
+        if (strcmp(figure->name, "time/forward_ms") != 0) continue;
+        for (int r = 0; r < j->ranks; r++) mean += (double)figure->ranks[r] / j->ranks;
+        if (fabs(figure->value - mean) < 1e-6 * (1 + mean)) return DTRAIN_OK;
+    }
     return dtrain_fail(DTRAIN_ERROR_NUMERIC, "forward_ms is not %g", mean);
 }
 

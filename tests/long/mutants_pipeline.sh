@@ -41,7 +41,7 @@ mutant "error: another action" parallel/runner.c 's/names\[action->act\],/names[
 mutant "error: another micro-batch" parallel/runner.c '/_run_place(/,/^}/s/(int)action->micro_batch,/(int)action->micro_batch + 1,/'
 mutant "error: without the place" parallel/runner.c 's/    result = dtrain__run_place(run, action, result);/    (void)action;/;s/    if (strncmp(stands, .*//'
 mutant "error: data that ended is not named" train/trainer.c 's/return dtrain__pipeline_failed(trainer, result);/return result;/'
-mutant "error: data that ended elsewhere passes" train/trainer.c 's/if (own\[DTRAIN__WORD_ENDED\] != other\[DTRAIN__WORD_ENDED\])/if (false)/;s/if (memcmp(own + DTRAIN__WORD_INPUTS, .* != 0)/if (false)/'
+mutant "error: data that ended elsewhere passes" train/record.c 's/if (own\[DTRAIN__WORD_ENDED\] != other\[DTRAIN__WORD_ENDED\])/if (false)/;s/if (memcmp(own + DTRAIN__WORD_INPUTS, .* != 0)/if (false)/'
 mutant "error: next_batch ends the data" train/micro_batch.c 's/if (result != DTRAIN_ERROR_END) return result;/if (result == DTRAIN_OK) return result;/'
 mutant "settings: schedules differ" strategy/settings.c 's/ DTRAIN__OF(pipeline.kind, UINT),//'
 mutant "settings: units differ" strategy/settings.c 's/const size_t listed = .*/const size_t listed = 0;/'
@@ -52,7 +52,7 @@ mutant "refused: a tensor of another stage" tape/stage.c 's/if (crossing->stage 
 mutant "refused: steps back" tape/tape.c 's/    else if (stages && stage < stages->at)/    else if (false)/'
 mutant "refused: gradients of inputs" tape/stage.c 's/    if (x->needs_grad)/    if (false)/'
 mutant "overflow: of the first stage is not seen" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline \&\& strategy->groups.pipeline_rank == 0) continue;\n&/'
-mutant "stop: each rank for itself" train/trainer.c 's/record->stop_requested = .*/record->stop_requested = own[DTRAIN__WORD_STOP] > 0;/'
+mutant "stop: each rank for itself" train/record.c 's/record->stop_requested = .*/record->stop_requested = own[DTRAIN__WORD_STOP] > 0;/'
 mutant "verify: copies of a tie may differ" strategy/compare.c 's/dtrain__compare_copies(strategy);/DTRAIN_OK;/'
 
 arguments="failing"

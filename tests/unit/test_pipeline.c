@@ -329,8 +329,8 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
                   (unsigned long long)gradient_bytes(*trainer), (unsigned long long)before);
         out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
         out->ended[rank] = record.ended;
-        out->bytes[rank] = (uint64_t)record.figures[DTRAIN_FIGURE_PIPELINE_BYTES].own;
-        CHECK(out->bytes[rank] <= record.comm_bytes);
+        out->bytes[rank] = (uint64_t)fmax(0, dtrain_record_value(&record, "pipeline_bytes"));
+        CHECK(out->bytes[rank] <= (uint64_t)dtrain_record_value(&record, "comm_bytes"));
         out->skipped[rank] = record.skipped_steps;
         if (step == 0) check_planned(world, r, l, &t, *trainer);
         if (step == 1) { /* between two steps, on other data */

@@ -84,7 +84,7 @@ static int tune_rank(dtrain_world *world, void *user)
     while (count < TUNE_STEPS && (count < TUNE_LEAST_STEPS || sum < 1e3 * TUNE_STEP_SECONDS)) {
         dtrain_step_record record;
         TRY(dtrain_trainer_step(j.trainer, &record));
-        sum += times[count++] = record.step_ms;
+        sum += times[count++] = dtrain_record_value(&record, "step_ms");
     }
     sum = dtrain_seconds() - shared->begun;
     TRY(dtrain_world_all_gather(world, &sum, sizeof sum, elapsed));
