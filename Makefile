@@ -29,7 +29,7 @@ endif
 PROGRAMS  := $(wildcard examples/*.c) $(addprefix tools/,train_gpt/train_gpt.c simulate/simulate.c flight/flight.c trace/trace.c \
              report/report.c dtrain-run/dtrain-run.c)
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
-UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
+UNIT      := $(wildcard $(patsubst %,tests/%/test_*.c,unit inside kernels wrapped fuzz nccl))
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
@@ -94,35 +94,32 @@ endif
 
 # ---- Tests ----------------------------------------------------------------------------------------
 # run.sh takes them in this order, some at a time: the longest come first, those that wait beside those that compute.
-LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/test_%,$(patsubst emu-%,$(BUILD)/emu/test_%, \
-             unit-rendezvous examples.sh emu-cuda_nccl resume.sh unit-storage_faults run.sh emu-cuda_strategies troubles.sh \
-             unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh pipeline.sh unit-flight \
-             unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
-# libtorch is for make nightly.
-LONG    := tests/cuda/cuda_build.sh tests/cli/test_mpi.sh tests/scripts/test_compile.sh tests/cli/test_documents.sh tests/scripts/mutants_pipeline.sh \
-           $(addprefix tests/cli/test_,first_run.sh readme.sh models.sh) tests/nccl/test_nccl.sh $(addprefix tests/cli/test_,host_solver.sh host_libtorch.sh slurm.sh deploy.sh bench.sh weights.sh) \
-           tests/scripts/mutants_tensor.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,monitor.sh trace.sh simulator.sh aarch64.sh)
-SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
-LONGER  := $(if $(filter 2,$(DTRAIN_TEST_FULL)),$(LONG),$(filter-out %_libtorch.sh,$(LONG)))
+LONGEST := $(patsubst %.sh,tests/%.sh,$(patsubst unit-%,$(BUILD)/tests/test_%,$(patsubst emu-%,$(BUILD)/emu/test_%, \
+             unit-rendezvous cli/test_examples.sh emu-cuda_nccl full/test_resume.sh unit-storage_faults cli/test_run.sh emu-cuda_strategies \
+             cli/test_troubles.sh unit-strategies unit-nccl unit-programs full/test_launchers.sh unit-comm full/test_config.sh unit-restart \
+             full/test_tensor.sh cli/test_pipeline.sh unit-flight unit-compression unit-launches emu-programs unit-calls emu-cuda_compression \
+             full/test_switches.sh)))
+LONG    := $(addprefix tests/long/,cuda_build.sh test_mpi.sh test_compile.sh test_documents.sh mutants_pipeline.sh)
+LONG    += $(filter-out $(LONG),$(wildcard tests/long/*.sh)) $(if $(filter 2,$(DTRAIN_TEST_FULL)),$(wildcard tests/nightly/*.sh))
 # Without DTRAIN_TEST_FULL these wait, so that make test ends in four minutes on two cores: whole suites over again on
-# emulated GPUs, programs whose ranks are killed, stopped or set differently, one run after the other, and other languages.
-LATER   := $(if $(DTRAIN_TEST_FULL)$(filter test-all nightly,$(MAKECMDGOALS)),,$(addprefix $(BUILD)/emu/test_, \
-             cuda_nccl cuda_strategies cuda_compression pipeline programs tensor_programs) \
-             $(patsubst %,tests/cli/test_%.sh,resume layouts launchers settings_differ config tensor switches lib bindings host_fortran host_python))
+# emulated GPUs, and tests/full, programs whose ranks are killed, stopped or set differently, and other languages.
+FULL    := $(DTRAIN_TEST_FULL)$(filter test-all nightly,$(MAKECMDGOALS))
+LATER   := $(if $(FULL),,$(addprefix $(BUILD)/emu/test_, cuda_nccl cuda_strategies cuda_compression pipeline programs tensor_programs))
+SCRIPTS := $(wildcard tests/cli/test_*.sh $(if $(FULL),tests/full/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)) $(LATER),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
 # What several scripts need is built before them: they run in parallel, and each would build it.
-SHARED   = $(if $(filter $(addprefix tests/cli/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS)) $(if $(filter tests/cli/test_examples.sh,$(ALL)),$(filter %/offload,$(EMU_BENCH)))
+SHARED   = $(if $(filter $(addprefix tests/full/test_,lib.sh bindings.sh host_fortran.sh host_python.sh),$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS)) $(if $(filter tests/cli/test_examples.sh,$(ALL)),$(filter %/offload,$(EMU_BENCH)))
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
-	@$(RUN) $(LONGER)
+	@$(RUN) $(LONG)
 test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
-	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONGER) $(FAST)
+	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
 bench: $(BENCHES) $(BUILD)/resnet_cifar
@@ -215,7 +212,7 @@ openmpi mpich:
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
 # flags of its compiler (flags): when one of them changes it is built again.
-vpath %.c   examples $(wildcard examples/hosts/*) $(sort $(dir $(filter tools/%,$(PROGRAMS)))) tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
+vpath %.c   examples $(wildcard examples/hosts/*) $(sort $(dir $(filter tools/%,$(PROGRAMS)) $(UNIT))) tests/cuda tests/cli tests/long tests/fuzz bench
 vpath %.cpp tests/cuda tests/cuda/emulation
 STRICT_CXX := -std=c++17 -Wall -Wextra -Werror
 OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@
@@ -244,9 +241,9 @@ LINKED  := -DDTRAIN__IMPLEMENTED
 PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c) 2>/dev/null)
 ASKING   = $(if $(filter $(notdir $(PRIVATE)),$(<F)),,$(LINKED))
 INTERNAL = $(LINKED) -iquote src $(addprefix -include ,$(patsubst src/%,%,$(wildcard src/*/*_internal.h)))
-INSIDE  := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(UNIT))))
+INSIDE  := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(filter tests/inside/% tests/kernels/%,$(UNIT))))
 # Tests that look at the kernels of every instruction set share one object with those that the library has not.
-KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "instances.h"' $(wildcard tests/unit/*.c)))
+KERNELS := $(patsubst tests/kernels/%.c,$(BUILD)/tests/%,$(filter tests/kernels/%,$(UNIT)))
 # The library as objects of src/, which tests that look inside, the emulated GPU and sanitized programs are linked with: it
 # is compiled once for all of them, by as many jobs as there are.
 PARTS          = $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
@@ -283,11 +280,12 @@ $(patsubst %.c,$(BUILD)/%,$(filter bench/%,$(PRIVATE))): $(BUILD)/%: %.c $(BUILD
 	$(PROGRAM) $(INTERNAL) -Ibench $< $(BUILD)/sources.a -o $@ $(LIBS) -ldl
 $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
-	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(WRAPPED) $(LIBS)
+	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
 # The functions that these tests define as __wrap_NAME stand between the library and the C library.
-$(BUILD)/tests/test_system_calls $(BUILD)/tests/test_restart: private WRAPPED = \
-    ${shell sed -n 's/^WRAP([^,]*, \([a-z_]*\),.*/\1/p; \
-        s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
+$(patsubst tests/wrapped/%.c,$(BUILD)/tests/%,$(filter tests/wrapped/%,$(UNIT))): $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
+	@mkdir -p $(@D)
+	$(PROGRAM) $(TEST_INCLUDES) -c $< -o $@.o
+	$(call quiet,LD,$@)$(CC) $(CFLAGS) $@.o $$(nm $@.o | sed -n 's/.* T __wrap_/-Wl,--wrap=/p') $(BUILD)/dtrain.a -o $@ $(LIBS)
 # A library that stands for NVIDIA's, today's and an older one, which test_nvml loads.
 $(BUILD)/tests/nvml_stub.so: OLD :=
 $(BUILD)/tests/nvml_old.so: OLD := -DNVML_OLD

@@ -620,7 +620,7 @@ static int launch_shape(job *j)
     memset(&desc, 0, sizeof desc);
     desc.rank_count = (uint32_t)(j->at.nodes * j->at.node_ranks);
     desc.threads_per_rank = 1;
-    desc.log_level = DTRAIN_LOG_ERROR;
+    desc.options.log_level = DTRAIN_LOG_ERROR;
     emulate_links(&desc, j->at.node_ranks, 1e6, 0);
     if (dtrain_launch(&desc, rank_main, j, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "bench_comm: %s\n", dtrain_last_error());

@@ -9,7 +9,7 @@
  *     full_shard             128.0       1056.1           704.0  0.865715
  *     hybrid_shard           256.0        960.1           256.0  0.865715
  *
- * dtrain_launch_desc.node_ranks counts two ranks of this machine as a node. On real nodes leave it out: the launcher
+ * dtrain_world_options.node_ranks counts two ranks of this machine as a node. On real nodes leave it out: the launcher
  * knows which ranks share a host. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -47,7 +47,7 @@ static int compare(dtrain_world *world, void *user)
 
 int main(int argc, char **argv)
 {
-    dtrain_launch_desc desc = {.default_rank_count = 4, .node_ranks = NODE_RANKS};
+    dtrain_launch_desc desc = {.default_rank_count = 4, .options.node_ranks = NODE_RANKS};
     if (argc > 1 && (desc.rank_count = (uint32_t)strtoul(argv[1], NULL, 10)) == 0) {
         fprintf(stderr, "usage: hybrid_shard [RANKS], not \"%s\"\n", argv[1]);
         return 2;

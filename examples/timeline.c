@@ -6,7 +6,7 @@
  *     run.rank0.json  draw samples 20  my backward 20  my update 20  all-reduce of bucket 0 20
  *     run.rank1.json  draw samples 20  my backward 20  my update 20  all-reduce of bucket 0 20
  *
- * A trace is a setting of the launch, dtrain_launch_desc.trace. The library traces its own calls; dtrain_span_begin and
+ * A trace is a setting of the launch, dtrain_world_options.trace. The library traces its own calls; dtrain_span_begin and
  * dtrain_span_end add what the program does. Open a file in ui.perfetto.dev or chrome://tracing; build/trace merges the
  * files of all ranks, and draws a step. An event is a line, which this program counts by its name. */
 #define DTRAIN_IMPLEMENTATION
@@ -74,7 +74,7 @@ static int count(int rank)
 
 int main(void)
 {
-    const dtrain_launch_desc desc = {.rank_count = RANKS, .trace = {.path = "run.json"}};
+    const dtrain_launch_desc desc = {.rank_count = RANKS, .options.trace.path = "run.json"};
     if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return count(0) + count(1) != 0;
     fprintf(stderr, "timeline: %s\n", dtrain_last_error());
     return 1;

@@ -110,7 +110,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: uneven [RANKS [TRACE]], not \"%s\"\n", argv[1]);
         return 2;
     }
-    if (argc > 2) desc.trace.path = argv[2];
+    if (argc > 2) desc.options.trace.path = argv[2];
     if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "uneven: %s\n", dtrain_last_error());
     return 1;

@@ -127,6 +127,7 @@ DTRAIN__HOT
 #include "comm/reduce.c"
 #include "comm/local.c"
 DTRAIN__COLD
+#include "comm/circle.c"
 #include "comm/staged.c"
 #include "comm/backend.c"
 #include "launch/launch.c"
@@ -187,7 +188,7 @@ DTRAIN__COLD
 #if DTRAIN__STATE
 #include "state/state.c"
 #include "state/box.c"
-#include "state/union.c"
+#include "state/pieces.c"
 #include "state/save.c"
 #include "state/read.c"
 #include "state/load.c"
@@ -261,7 +262,6 @@ DTRAIN__COLD
 #if DTRAIN__MODELS
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_layers.c"
-#include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_convolution.c"
 #include "device/cpu/launch_winograd.c"
 #endif

@@ -117,7 +117,7 @@ typedef struct dtrain_comm_info {
     uint64_t operation_count; /* started */
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
-    uint64_t node_bytes;      /* of it, to other nodes, with dtrain_launch_desc.node_ranks */
+    uint64_t node_bytes;      /* of it, to other nodes, with dtrain_world_options.node_ranks */
     uint64_t staged_bytes;    /* of extra copies: buffers that are not from
                                  dtrain_comm_alloc, and device memory without NCCL */
     double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */

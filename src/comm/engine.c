@@ -255,16 +255,6 @@ DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
 
-/* Say whether an operation waits for another rank's side, as far as this rank can see. */
-static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
-{
-    const bool message = !work->op.sequence;
-    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
-    return message || work->state == DTRAIN__MOVING
-               ? comm->transport->lags(&comm->base, &work->op, rank)
-               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
-}
-
 /* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
  * what this one has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
@@ -289,7 +279,8 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
 }
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
- * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". */
+ * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
+ * nothing at a deadline: messages of these ranks can be under way on a slow network. */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
@@ -424,12 +415,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait or a test, after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so: has another rank failed the
- * communicator, called something else, left? Before that, advance once more: what other ranks did
- * until they failed or left may be all that was needed. */
+/* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
+ * returned `turn`, and fail the communicator if they say so: is there a circle, has another rank
+ * failed the communicator, called something else, left? Before that, advance once more: what other
+ * ranks did until they failed or left may be all that was needed. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
-                                 dtrain_result turn)
+                                 dtrain__wait *wait, dtrain_result turn)
 {
     dtrain_world *world = comm->base.world;
     const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
@@ -439,6 +430,10 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (waited->done || comm->failed) return;
 
+    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
+    if (wait)
+        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
+    if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
 
@@ -475,7 +470,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         dtrain__engine_advance_all(comm);
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
     bool ok = work->done;
     if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
@@ -484,6 +479,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -494,7 +490,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -620,6 +616,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 {
     int members[DTRAIN_MAX_RANKS];
     for (int i = 0; i < world->size; i++) members[i] = i;
+    world->look_for_circle = dtrain__look_for_circle;
     return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
 }
 

@@ -83,27 +83,8 @@ DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_KERNEL)
 DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void)
 {
 #define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "plan",
-        false,
-        dtrain__plan_create,
-        dtrain__plan_destroy,
-        NULL,
-        dtrain__cpu_synchronize,
-        dtrain__plan_alloc,
-        dtrain__plan_free,
-        dtrain__plan_copy,
-        dtrain__plan_zero,
-        dtrain__plan_host_alloc,
-        dtrain__plan_free,
-        NULL,
-        NULL,
-        dtrain__cpu_copy_async,
-        DTRAIN__NO_STREAMS,
-        dtrain__plan_is_device_memory,
-        DTRAIN__NO_GRAPHS,
-        DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY, DTRAIN__PLAN_ENTRY)};
+    static const dtrain_device_ops ops = DTRAIN__HOST_TABLE(
+        plan, false, NULL, dtrain__plan_free, dtrain__plan_is_device_memory, DTRAIN__PLAN_ENTRY);
 #undef DTRAIN__PLAN_ENTRY
     return &ops;
 }

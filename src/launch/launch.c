@@ -166,7 +166,8 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 #endif
             if (getppid() != launch->launcher) _exit(1);
             if (launch->desc.catch_signals)
-                dtrain__signals_install(launch->desc.flight_directory != NULL, launch->old_mask);
+                dtrain__signals_install(launch->desc.options.flight_directory != NULL,
+                                        launch->old_mask);
             else pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
             const int code = dtrain__rank_run(launch, i);
             fflush(NULL);
@@ -226,13 +227,15 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Check what a launch and a join have in common. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
-                                                   int size)
+/* Check and resolve what a launch and a join have in common. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, dtrain__launch *launch)
 {
-    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_world_options *options = &launch->desc.options;
+    const uint32_t size = (uint32_t)launch->place.size;
+    const size_t path = options->flight_directory ? strlen(options->flight_directory) : 0;
     const dtrain__bound bounds[] = {
-        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
+        {options->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)options->log_level, "0 to 4"},
         /* (int): a program may have been given a negative number */
         {desc->threads_per_rank > 4096, "the number of threads",
          (double)(int)desc->threads_per_rank, "0 to 4096"},
@@ -242,12 +245,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrai
     if (desc->device_ops == dtrain__plan_device_ops())
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the plan device runs no kernel: expected cpu or cuda", call);
-    if (desc->node_ranks && (uint32_t)size % desc->node_ranks)
+    if (options->node_ranks && size % options->node_ranks)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "%s: node_ranks is %u, expected a divisor of the %d ranks (1 makes every "
+            "%s: node_ranks is %u, expected a divisor of the %u ranks (1 makes every "
             "rank a node)",
-            call, desc->node_ranks, size);
+            call, options->node_ranks, size);
+    options->allocator = dtrain__resolve_allocator(&options->allocator);
+    launch->log.write = options->log;
+    launch->log.user = options->log_user;
+    launch->log.level = (dtrain_log_level)options->log_level;
     return DTRAIN_OK;
 }
 
@@ -259,15 +266,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     dtrain__placement *place = &launch->place;
     DTRAIN__TRY(dtrain__abi_check("dtrain_launch", given ? given->abi : NULL, &launch->abi));
     DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_launch_desc, given, desc));
-    launch->log.write = desc->log;
-    launch->log.user = desc->log_user;
-    launch->log.level = (dtrain_log_level)desc->log_level;
     launch->log.rank = -1;
     uint32_t most = desc->rank_count;
     if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
         most = desc->default_rank_count;
-    if (!desc->flight_directory || !desc->flight_directory[0])
-        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
+    const char **dumps = &desc->options.flight_directory;
+    if (!*dumps || !**dumps) *dumps = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
     const dtrain__bound bounds[] = {{most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
                                      "at most 256 (DTRAIN_MAX_RANKS)"},
                                     {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
@@ -289,7 +293,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
-    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", desc, place->size));
+    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -298,7 +302,6 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
     launch->restarts.most = desc->restarts;
     launch->restarts.backoff_ms = desc->backoff_ms;
-    desc->allocator = dtrain__resolve_allocator(&desc->allocator);
     launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->is_rank ? getpid() : 0;
     return DTRAIN_OK;
 }
@@ -348,7 +351,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->passed_on = 0;
     *info = dtrain__no_end;
     dtrain_result result =
-        dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
+        dtrain__map_region(launch->desc.options.reserve_bytes, arenas, NULL, -1, &launch->region);
     if (result != DTRAIN_OK) return result;
     dtrain__control *control = launch->region.control;
     info->rank_count = (uint32_t)launch->place.size;
@@ -405,7 +408,8 @@ static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain
     const bool catches = launch.desc.catch_signals && !launch.launcher;
     pthread_sigmask(SIG_SETMASK, NULL, &launch.old_mask);
     if (result == DTRAIN_OK && catches)
-        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, launch.old_mask);
+        result =
+            dtrain__signals_begin(launch.desc.options.flight_directory != NULL, launch.old_mask);
     if (result == DTRAIN_OK && launch.launcher) {
         sigemptyset(&launch.watched);
         sigaddset(&launch.watched, SIGCHLD);

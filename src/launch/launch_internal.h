@@ -64,8 +64,7 @@ typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
 /* launch/launch.c */
 DTRAIN__PRIVATE uint32_t dtrain__cores(void);
-DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
-                                                   int size);
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, dtrain__launch *launch);
 
 /* launch/environment.c */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);

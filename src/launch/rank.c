@@ -61,10 +61,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
                                                    dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain_world_options *options = &desc->options;
     dtrain_device_desc device;
     dtrain_device_info gpu;
     dtrain_world *world =
-        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+        (dtrain_world *)dtrain__alloc(&options->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
@@ -75,12 +76,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
-    world->node_ranks = (int)desc->node_ranks;
+    world->node_ranks = (int)options->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
-    world->allocator = desc->allocator;
+    world->allocator = options->allocator;
     world->log = launch->log;
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
@@ -97,12 +99,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
 #ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
     madvise(mine, dtrain__page_bytes(), MADV_WIPEONFORK);
 #endif
-    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
+    DTRAIN__TRY(
+        dtrain__timeline_create(world, options->flight_directory, &options->trace, dtrain__dump));
     if (!world->guest) world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__meet(world, &launch->place));
     if (world->guest) DTRAIN__TRY(dtrain__guest_meet(world));
     if (world->page.control)
-        DTRAIN__TRY(dtrain__find_page(world, &launch->place, desc->reserve_bytes));
+        DTRAIN__TRY(dtrain__find_page(world, &launch->place, options->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
@@ -111,13 +114,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
     device.stream = launch->join.stream;
     device.oversubscribed = world->oversubscribed;
-    device.math = desc->math;
-    device.tune = desc->tune;
-    device.memory_limit = desc->memory_limit;
-    device.allocator = desc->allocator;
-    if (desc->trace.path && desc->trace.path[0])
+    device.math = options->math;
+    device.tune = options->tune;
+    device.memory_limit = options->memory_limit;
+    device.allocator = options->allocator;
+    if (options->trace.path && options->trace.path[0])
 #if DTRAIN__MONITOR
-        DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
+        DTRAIN__TRY(dtrain__trace_create(world, &options->trace));
 #else
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: a trace belongs to monitor, which is not compiled: "

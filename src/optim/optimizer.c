@@ -255,8 +255,7 @@ static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *opti
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
-    if (!optimizer)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    DTRAIN__GIVEN("dtrain_optimizer_step", optimizer);
     if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
@@ -322,36 +321,6 @@ DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optim
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Return the words of 4 bytes, with padding, of a tensor of state of a shard. */
-static int64_t dtrain__shard_words(const dtrain_shard *shard)
-{
-    return dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count);
-}
-
-/* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
- * quarter of the address space. */
-static void dtrain__count_block(dtrain_optimizer *optimizer)
-{
-    const struct dtrain__layout *layout = dtrain__layout_of(optimizer->strategy);
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &count);
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
-        bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
-                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
-    }
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
-                                  (size_t)dtrain__shard_words(shard) * sizeof(float);
-    }
-    dtrain__muon none;
-    optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
-    optimizer->block_bytes =
-        (size_t)bytes + 2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
-}
-
 /* Append the tensor of a shard, with its state at *next; later calls do not move it. Biases and
  * scales of norms are 1-D and get no decay: pulling them to zero does not regularise anything. */
 static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
@@ -359,7 +328,8 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
 {
     const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
     const size_t states = dtrain__states_of(desc);
-    const int64_t padded = dtrain__shard_words(shard);
+    const int64_t padded =
+        dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count); /* words of 4 bytes */
     dtrain_device *device = optimizer->device;
     dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
     optimizer->sources[optimizer->tensor_count++] = shard;
@@ -378,16 +348,28 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
     if (states > 0) tensor->m = *next;
     if (states > 1) tensor->v = *next + padded;
     *next = dtrain__after(*next, (int64_t)states * padded);
+    optimizer->state_bytes += states * (size_t)padded * sizeof(float);
     return DTRAIN_OK;
 }
 
-/* Allocate the block, filled with zeros, and list the tensors of each group. */
+/* Count the bytes of the block, allocate it filled with zeros, and list the tensors of each group.
+ * The sums cannot overflow: the layout allows values at most a quarter of the address space. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
     const dtrain_allocator *a = &optimizer->allocator;
     const size_t count = optimizer->shard_count;
     dtrain_device *device = optimizer->device;
-    dtrain__count_block(optimizer);
+    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &optimizer->param_count);
+    for (size_t i = 0; i < optimizer->param_count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
+        optimizer->block_bytes += (size_t)dtrain__update_bytes(
+            dtrain__layout_of(optimizer->strategy), i, dtrain__states_of(desc),
+            desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
+    }
+    optimizer->scratch_bytes =
+        dtrain__muon_layout(optimizer, NULL, &optimizer->muon) * sizeof(float);
+    optimizer->block_bytes +=
+        2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
         a, count, sizeof *optimizer->tensors, "an optimizer");
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
@@ -439,7 +421,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
     optimizer->offloaded = dtrain__update_device(strategy) != NULL;
-    (void)dtrain__params_of(strategy, &optimizer->param_count);
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
     if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);

@@ -36,7 +36,7 @@
  * pass a comparison. */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
-    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
+    DTRAIN__GIVEN(call, scaler);
     if (scaler->growth_interval == 0) scaler->growth_interval = 2000;
     if (dtrain__is_finite(scaler->scale) && scaler->scale >= 1) return DTRAIN_OK;
     return dtrain_fail(

@@ -94,7 +94,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     dtrain_mesh_desc own;
     DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
     desc = &own;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
+    DTRAIN__GIVEN("dtrain_mesh_create", out);
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

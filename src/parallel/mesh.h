@@ -57,8 +57,8 @@ typedef struct dtrain_mesh_info {
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
     bool sequence_parallel;
 } dtrain_mesh_info;
-/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place
- * is tensor_rank + tensor * (data_rank + data * pipeline_rank). */
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place is
+ * tensor_rank + tensor * (data_rank + data * pipeline_rank). */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.

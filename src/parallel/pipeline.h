@@ -2,8 +2,8 @@
  *
  * A pipeline cuts a model along its depth into stages, which lie on the ranks of a mesh's pipeline
  * axis, and a batch into micro-batches, which follow each other through them. A schedule says what
- * each rank does, one action after the other; the library makes and runs it.
- * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
+ * each rank does, one action after the other; the library makes and runs it. 1F1B on 2 ranks with 3
+ * micro-batches (F forward, B backward of a micro-batch, . idle):
  *
  *     rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
  *     rank 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
@@ -39,8 +39,8 @@ typedef enum dtrain_pipeline_kind {
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
- * model and one micro-batch after the other, it changes nothing.
- * A message between two stages has at most 16 tensors. */
+ * model and one micro-batch after the other, it changes nothing. A message between two stages has
+ * at most 16 tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED */

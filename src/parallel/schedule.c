@@ -203,7 +203,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     dtrain__weave weave;
     int chunks;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
+    DTRAIN__GIVEN(call, out);
     *out = NULL;
     DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, &chunks));
     if (ranks < 1 || micro_batches < 1 || ranks > limit || micro_batches > limit ||

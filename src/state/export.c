@@ -355,36 +355,35 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
     snprintf(text + used, 64 - used, "]");
 }
 
-/* Describe a tensor of a file, all of it, as a source. */
-static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t file,
-                                            const dtrain__stored *stored)
+/* Describe a tensor of a file as a piece without checksums. The caller sets the box. */
+static dtrain__held dtrain__import_held(const dtrain__import *im, uint32_t file,
+                                        const dtrain__stored *stored)
 {
-    dtrain__source source;
-    memset(&source, 0, sizeof source);
-    source.path = im->files[file].path;
-    source.at = im->files[file].header.data + stored->begin;
-    source.kind = "value";
-    source.name = stored->name;
-    source.dtype = stored->dtype;
-    return source;
+    dtrain__held held;
+    memset(&held, 0, sizeof held);
+    held.at = (int64_t)(im->files[file].header.data + stored->begin);
+    held.tensor.kind = DTRAIN_STATE_VALUE;
+    held.tensor.name = stored->name;
+    held.tensor.dtype = stored->dtype;
+    return held;
 }
 
 /* Compare the bytes of two tensors that this run has tied, half a block of each at once. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
 {
-    dtrain__source source[2] = {dtrain__import_source(im, weight->file, weight->stored),
-                                dtrain__import_source(im, file, other)};
+    dtrain__held held[2] = {dtrain__import_held(im, weight->file, weight->stored),
+                            dtrain__import_held(im, file, other)};
     const int64_t bytes = (int64_t)(other->end - other->begin), half = DTRAIN__BLOCK / 2;
     char *const block = im->reader.block;
     bool same = weight->stored->dtype == other->dtype &&
                 weight->stored->end - weight->stored->begin == (uint64_t)bytes;
-    source[0].dtype = source[1].dtype = DTRAIN__STORED_U8;
+    held[0].tensor.dtype = held[1].tensor.dtype = DTRAIN__STORED_U8;
     for (int64_t done = 0; done < bytes && same; done += half) {
         const int64_t count = dtrain__min(bytes - done, half);
         for (int i = 0; i < 2; i++)
-            DTRAIN__TRY(dtrain__elements_read(&im->reader, &source[i], false, done, count,
-                                              block + i * half));
+            DTRAIN__TRY(dtrain__elements_read(&im->reader, im->files[i ? file : weight->file].path,
+                                              &held[i], false, done, count, block + i * half));
         same = memcmp(block, block + half, (size_t)count) == 0;
     }
     if (same) return DTRAIN_OK;
@@ -479,7 +478,7 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 /* Read what a transposed weight has of the columns of a piece, and keep the piece: (row, column)
  * in memory is (column, row) in the file. Rows that the file lacks become zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
-                                               const dtrain__source *source,
+                                               const dtrain__held *held,
                                                const dtrain_state_tensor *tensor)
 {
     const dtrain_piece *piece = &tensor->piece;
@@ -492,8 +491,9 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     if (!to) return DTRAIN_ERROR_MEMORY;
     for (int64_t at = column * weight->rows; at < end && result == DTRAIN_OK; at += block) {
         const int64_t count = dtrain__min(end - at, block);
-        result = dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32, at,
-                                       count, im->reader.block);
+        result = dtrain__elements_read(&im->reader, im->files[weight->file].path, held,
+                                       held->tensor.dtype != DTRAIN_DTYPE_F32, at, count,
+                                       im->reader.block);
         for (int64_t i = 0; i < count; i++) {
             const int64_t r = row - piece->first[0], c = column - piece->first[1];
             const int64_t place = r * piece->length[1] + c - piece->offset;
@@ -539,29 +539,30 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
     const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, 0};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
         const dtrain__weight *next = weight; /* after weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
         if (next == end) continue;
         weight = next;
         if (!weight->stored || !tensor->piece.count) continue;
-        dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
-        source.piece = dtrain__piece_whole(tensor->shape);
-        source.piece.length[0] = weight->rows;
-        source.piece.count = dtrain__box_count(&source.piece);
+        dtrain__held held = dtrain__import_held(im, weight->file, weight->stored);
+        dtrain_piece *const whole = &held.tensor.piece;
+        *whole = dtrain__piece_whole(tensor->shape);
+        whole->length[0] = weight->rows;
+        whole->count = dtrain__box_count(whole);
         if (weight->transpose) {
-            DTRAIN__TRY(dtrain__import_transposed(im, weight, &source, tensor));
+            DTRAIN__TRY(dtrain__import_transposed(im, weight, &held, tensor));
             continue;
         }
-        const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
+        const int64_t stored = dtrain__piece_place(&tensor->piece, whole, weight->total);
         if (stored < tensor->piece.count) memset(im->reader.block, 0, DTRAIN__BLOCK);
         for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
             count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
             DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + at,
                                            im->reader.block, (size_t)count * sizeof(float)));
         }
-        DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
+        DTRAIN__TRY(
+            dtrain__piece_read(&im->reader, im->files[weight->file].path, &held, tensor, 0));
     }
     return DTRAIN_OK;
 }

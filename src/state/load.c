@@ -36,7 +36,7 @@ typedef struct dtrain__load {
     dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
-    int32_t *wanted; /* (manifest.tensor_count + 1) 1: some rank lists it; the last: cuts differ */
+    int32_t *wanted; /* (manifest.piece_count + 1) 1: some rank lists it; the last: cuts differ */
     float *sum;      /* (BLOCK) for means, made when there are any */
     bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
     dtrain_load_info info; /* of a success */
@@ -51,37 +51,30 @@ static void dtrain__load_note(dtrain__load *load, const char *title, const char 
 }
 
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
-static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
-                                                     const dtrain_state_tensor *tensor)
+static const dtrain__held *dtrain__saved_for(const dtrain__load *load,
+                                             const dtrain_state_tensor *tensor)
 {
-    const dtrain__saved_tensor *saved =
-        dtrain__manifest_find(&load->manifest, tensor->kind, tensor->name);
-    return saved && dtrain__state_alike(&saved->pieces->tensor, tensor) ? saved : NULL;
+    const dtrain__held *saved = dtrain__pieces_find(&load->manifest, tensor->kind, tensor->name);
+    return saved && dtrain__state_alike(&saved->tensor, tensor) ? saved : NULL;
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read the target's elements of a saved tensor. Of tensors that each rank has of its own, `rank`
- * chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
-static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
-                                         int64_t rank, dtrain__target *target)
+/* Read the elements of a saved tensor that the target wants. If each rank has its private tensor,
+ * `rank` chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
+static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__held *saved,
+                                         int64_t rank, const dtrain_state_tensor *target)
 {
-    const dtrain__held *const end = saved->pieces + saved->count;
-    target->dtype = saved->pieces->tensor.dtype;
-    for (const dtrain__held *held = saved->pieces; held < end; held++) {
-        const dtrain_state_tensor *tensor = &held->tensor;
-        if (tensor->own && rank >= 0 && held->rank != rank) continue;
+    const dtrain__held *const end = saved + saved->count;
+    for (const dtrain__held *held = saved; held < end; held++) {
+        if (held->tensor.own && rank >= 0 && held->rank != rank) continue;
         const dtrain__file_path path = dtrain__tensors_path(
-            load->directory.text, tensor->kind != DTRAIN_STATE_VALUE, held->rank);
-        const dtrain__source source = {
-            path.text,    (uint64_t)held->at, dtrain__state_kind_name(tensor->kind),
-            tensor->name, held->crc,          tensor->dtype,
-            tensor->piece};
-        int same = 0; /* pieces, of as many ranks */
-        for (const dtrain__held *other = saved->pieces; other < end && rank < 0; other++)
-            same += dtrain__piece_order(&tensor->piece, &other->tensor.piece) == 0;
-        if (rank < 0) target->scale = 1.0f / (float)same;
-        DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
+            load->directory.text, held->tensor.kind != DTRAIN_STATE_VALUE, held->rank);
+        int same = 0; /* ranks that saved this piece */
+        for (const dtrain__held *other = saved; other < end && rank < 0; other++)
+            same += dtrain__piece_order(&held->tensor.piece, &other->tensor.piece) == 0;
+        DTRAIN__TRY(dtrain__piece_read(&load->reader, path.text, held, target,
+                                       rank < 0 ? 1.0f / (float)same : 0));
     }
     return DTRAIN_OK;
 }
@@ -90,7 +83,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain_state *state = load->state;
-    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+    const dtrain__held *saved = dtrain__saved_for(load, tensor);
     const bool flat =
         saved && !load->manifest.hierarchical && !dtrain__goes_by_nodes(state->desc.strategy);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / sizeof(float));
@@ -99,7 +92,8 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
             (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
     if (!load->sum) return DTRAIN_ERROR_MEMORY;
     for (int64_t done = 0; done < tensor->piece.count; done += most) {
-        dtrain__target target = {load->sum, tensor->piece, DTRAIN_DTYPE_F32, 1};
+        dtrain_state_tensor target = *tensor;
+        target.memory = load->sum;
         target.piece.offset += done;
         target.piece.count = dtrain__min(most, tensor->piece.count - done);
         memset(load->sum, 0, DTRAIN__BLOCK);
@@ -116,12 +110,13 @@ static dtrain_result dtrain__scalars_check(dtrain__load *load)
 {
     for (size_t i = 0; i < load->state->tensor_count && !load->desc.values_only; i++) {
         const dtrain_state_tensor *tensor = &load->state->tensors[i];
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        const dtrain__held *saved = dtrain__saved_for(load, tensor);
         uint64_t bits = 0;
         float scale = 1;
-        dtrain__target target = {&bits, tensor->piece, tensor->dtype, 0};
+        dtrain_state_tensor target = *tensor;
         if (tensor->kind != DTRAIN_STATE_SCALAR || !saved || strstr(tensor->name, ".seed"))
             continue;
+        target.memory = &bits;
         DTRAIN__TRY(dtrain__tensor_read(load, saved, 0, &target)); /* little-endian */
         if (tensor->dtype == DTRAIN_DTYPE_F32) memcpy(&scale, &bits, sizeof scale);
         if (bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
@@ -145,19 +140,19 @@ static bool dtrain__cuts_same(const dtrain__load *load)
     for (size_t i = 0; i < state->tensor_count && same; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST || !tensor->piece.count) continue;
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        const dtrain__held *saved = dtrain__saved_for(load, tensor);
         same = false;
         for (size_t k = 0; saved && k < saved->count; k++)
-            same |= saved->pieces[k].rank == rank &&
-                    dtrain__piece_order(&saved->pieces[k].tensor.piece, &tensor->piece) == 0;
+            same |= saved[k].rank == rank &&
+                    dtrain__piece_order(&saved[k].tensor.piece, &tensor->piece) == 0;
         more--;
     }
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain__saved_tensor *saved = &m->tensors[i];
-        const dtrain_state_tensor *tensor = &saved->pieces->tensor;
+    for (size_t i = 0; i < m->piece_count; i += m->pieces[i].count) {
+        const dtrain__held *saved = &m->pieces[i];
+        const dtrain_state_tensor *tensor = &saved->tensor;
         if (!load->wanted[i] || !tensor->own || tensor->kind == DTRAIN_STATE_HOST) continue;
         for (size_t k = 0; k < saved->count; k++)
-            more += saved->pieces[k].rank == rank && saved->pieces[k].tensor.piece.count;
+            more += saved[k].rank == rank && saved[k].tensor.piece.count;
     }
     return same && more == 0;
 }
@@ -218,7 +213,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                 dtrain__name_add(&lists[DTRAIN__AVERAGED], "%s", kind_name);
             said[kind] = true;
         } else if (!saved) {
-            const bool there = dtrain__manifest_find(m, kind, tensor->name) != NULL;
+            const bool there = dtrain__pieces_find(m, kind, tensor->name) != NULL;
             const int list = number || tensor->own ? DTRAIN__ANEW
                              : there               ? DTRAIN__DIFFERENT
                                                    : DTRAIN__MISSING;
@@ -228,10 +223,10 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                              "%s \"%s\" of ranks from %d on", kind_name, name,
                              ranks > before ? before : ranks);
     }
-    for (size_t i = 0; i < m->tensor_count; i++)
-        if (load->wanted[i]) said[m->tensors[i].pieces->tensor.kind] = true;
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
+    for (size_t i = 0; i < m->piece_count; i += m->pieces[i].count)
+        if (load->wanted[i]) said[m->pieces[i].tensor.kind] = true;
+    for (size_t i = 0; i < m->piece_count; i += m->pieces[i].count) {
+        const dtrain_state_tensor *tensor = &m->pieces[i].tensor;
         const bool value = tensor->kind == DTRAIN_STATE_VALUE,
                    array = tensor->kind == DTRAIN_STATE_HOST;
         const char *kind_name = dtrain__state_kind_name(tensor->kind);
@@ -270,36 +265,35 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     load->reader.bytes = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
-    if (result == DTRAIN_OK) result = dtrain__manifest_tensors(m, !all);
+    if (result == DTRAIN_OK) result = dtrain__pieces_read(m, !all);
     if (result == DTRAIN_OK) result = dtrain__scalars_check(load);
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     /* ranks may list different tensors */
-    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count + 1,
+    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->piece_count + 1,
                                             sizeof *load->wanted, "a list of tensors");
     DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
     for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain__saved_tensor *saved =
-            dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
-        if (saved) load->wanted[saved - m->tensors] = 1;
+        const dtrain__held *saved =
+            dtrain__pieces_find(m, state->tensors[i].kind, state->tensors[i].name);
+        if (saved) load->wanted[saved - m->pieces] = 1;
     }
-    load->wanted[m->tensor_count] = !dtrain__cuts_same(load);
-    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count + 1,
+    load->wanted[m->piece_count] = !dtrain__cuts_same(load);
+    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->piece_count + 1,
                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
-    load->same_cuts = !load->wanted[m->tensor_count];
+    load->same_cuts = !load->wanted[m->piece_count];
     result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     DTRAIN__TRY(result);
     dtrain__notes_of(state->desc.strategy)->torn = dtrain__load_call;
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, 0};
+        const dtrain__held *saved = dtrain__saved_for(load, tensor);
         if (tensor->kind != DTRAIN_STATE_VALUE && !all) continue;
         if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
             result = dtrain__own_mean(load, tensor);
         else if (saved && (!tensor->own || rank < m->ranks)) {
             load->info.values += tensor->kind == DTRAIN_STATE_VALUE;
-            result = dtrain__tensor_read(load, saved, rank, &target);
+            result = dtrain__tensor_read(load, saved, rank, tensor);
         }
     }
     DTRAIN__TRY(dtrain__agree(state->comm, result));
@@ -315,7 +309,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 /* Free what belongs to one checkpoint. */
 static void dtrain__load_free(dtrain__load *load)
 {
-    dtrain__free(&load->state->allocator, load->wanted, load->manifest.tensor_count + 1,
+    dtrain__free(&load->state->allocator, load->wanted, load->manifest.piece_count + 1,
                  sizeof *load->wanted);
     load->wanted = NULL;
     dtrain__manifest_free(&load->manifest);

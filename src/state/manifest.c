@@ -12,15 +12,8 @@
  * the checksum of all bytes before its comma. A text with a correct seal is still checked like any
  * input.
  *
- * What the files hold is said in their headers (state/safetensors.c) and nowhere else; "headers"
- * has the checksums of the headers of all ranks, model-00000, state-00000, model-00001 and so on.
- * In the metadata of its file, a piece is described by a text:
- *
- *     "piece:exp_avg.wte[0:16384]": "1 0 256 128 0 0 0 0 0 0 256 128 0 0 0 16384 8a9136aa wte"
- *
- * These are: kind of the tensor, 1 if every rank has its own, 4 numbers of the tensor's shape, the
- * piece (first index of its box on each of 4 axes, 4 lengths, first element and length of its run),
- * the checksum of each block of DTRAIN__BLOCK bytes, the name of the tensor. */
+ * The headers of the files say what the files hold (state/pieces.c). "headers" has the checksums of
+ * the headers of all ranks: model-00000, state-00000, model-00001 and so on. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -31,7 +24,6 @@
 #include "world/world_internal.h"
 #include "strategy/query.h"
 #include "strategy/view_internal.h"
-#include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
@@ -40,7 +32,6 @@
 #define DTRAIN__MANIFEST_VERSION 3
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
-#define DTRAIN__HEX "0123456789abcdef"
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
@@ -176,127 +167,7 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
     const dtrain_allocator *allocator = m->folder->allocator;
     for (size_t f = 0; f < m->file_count; f++) dtrain__safetensors_free(&m->files[f]);
     dtrain__free(allocator, m->files, m->file_count, sizeof *m->files);
-    dtrain__free(allocator, m->tensors, m->piece_count, sizeof *m->tensors);
     dtrain__free(allocator, m->pieces, m->piece_room, sizeof *m->pieces);
     dtrain__free(allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
-}
-
-/* ---- Headers ----------------------------------------------------------------------------------*/
-
-/* Return the path of a rank's file: values (0) or all else (1). */
-DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
-                                                       int64_t rank)
-{
-    return dtrain__path_in(checkpoint, "%s-%05d.safetensors", which ? "state" : "model", (int)rank);
-}
-
-/* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
-static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
-{
-    const dtrain_allocator *allocator = m->folder->allocator;
-    const dtrain__tensor_file *file = &m->files[f];
-    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1, before = m->piece_count;
-    const char *value;
-    for (const char *key = file->metadata; key < file->metadata_end;
-         key = value + strlen(value) + 1) {
-        dtrain__held held;
-        dtrain_state_tensor *tensor = &held.tensor;
-        int64_t numbers[16] = {0}; /* kind, own, shape, piece */
-        bool fits = true;
-        value = key + strlen(key) + 1;
-        if (strncmp(key, DTRAIN__PIECE_KEY, prefix) != 0) continue;
-        dtrain__stored *stored = dtrain__safetensors_find(file, key + prefix);
-        dtrain__json json = dtrain__json_begin(path, value, strlen(value));
-        json.inside = key;
-        if (!stored || stored->user)
-            dtrain__json_fail(&json, "there is no such tensor, or it is described twice");
-        for (int i = 0; i < 16; i++) (void)dtrain__json_count(&json, &numbers[i]);
-        if (json.result != DTRAIN_OK || !stored) return json.result;
-        stored->user = m;
-        memset(&held, 0, sizeof held);
-        held.rank = (int64_t)(f / 2);
-        held.at = (int64_t)(file->data + stored->begin);
-        tensor->kind = (uint32_t)numbers[0];
-        tensor->own = numbers[1] != 0;
-        tensor->dtype = stored->dtype;
-        memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
-        memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
-        tensor->total = 1;
-        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
-            fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
-            if (fits) tensor->total *= tensor->shape[d];
-        }
-        if (!fits || numbers[0] >= DTRAIN_STATE_KINDS || stored->dtype > DTRAIN_STATE_BYTES ||
-            (numbers[0] == DTRAIN_STATE_VALUE) != (f % 2 == 0) ||
-            !dtrain__piece_fits(&tensor->piece, tensor->shape))
-            return dtrain__json_fail(&json, "this piece cannot be"), json.result;
-        const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
-        const size_t digits = dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
-        held.crc = json.at + 1;
-        if (bytes != stored->end - stored->begin || *json.at != ' ' ||
-            strspn(held.crc, DTRAIN__HEX) != digits || held.crc[digits] != ' ' ||
-            !held.crc[digits + 1]) {
-            dtrain__json_fail(&json, "expected %zu digits of checksums and a name, of %llu bytes",
-                              digits, (unsigned long long)bytes);
-            return json.result;
-        }
-        tensor->name = held.crc + digits + 1;
-        if (!dtrain__grow(allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
-                          sizeof *m->pieces, "the pieces of a checkpoint"))
-            return DTRAIN_ERROR_MEMORY;
-        m->pieces[m->piece_count++] = held;
-    }
-    if (m->piece_count - before == file->count) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s describes %zu of its %zu tensors", path,
-                       m->piece_count - before, file->count);
-}
-
-/* Read the headers of all files, or of those with values, and list what they hold: pieces by
- * tensor, rank of own ones and place; tensors by kind and name. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only)
-{
-    const dtrain_allocator *allocator = m->folder->allocator;
-    const size_t count = 2 * (size_t)m->ranks;
-    m->files = (dtrain__tensor_file *)dtrain__alloc(allocator, count, sizeof *m->files,
-                                                    "the headers of a checkpoint");
-    if (!m->files) return DTRAIN_ERROR_MEMORY;
-    m->file_count = count;
-    for (size_t f = 0; f < count; f += values_only ? 2 : 1) {
-        const dtrain__file_path path = dtrain__tensors_path(m->directory, f % 2, (int64_t)(f / 2));
-        DTRAIN__TRY(dtrain__safetensors_read(m->folder->storage, path.text,
-                                             m->headers + DTRAIN__CRC_DIGITS * f, allocator,
-                                             &m->files[f]));
-        DTRAIN__TRY(dtrain__pieces_list(m, path.text, f));
-    }
-    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(allocator, m->piece_count,
-                                                       sizeof *m->tensors, "names of tensors");
-    if (!m->tensors) return DTRAIN_ERROR_MEMORY;
-    if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__held_order);
-    for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
-        dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
-        saved->pieces = &m->pieces[i];
-        DTRAIN__TRY(dtrain__entries_count(m->directory, DTRAIN_ERROR_DATA, saved->pieces,
-                                          m->piece_count - i, &saved->count));
-        DTRAIN__TRY(dtrain__pieces_check(m->directory, saved->pieces, saved->count));
-    }
-    return DTRAIN_OK;
-}
-
-static int dtrain__by_kind_and_name(const void *left, const void *right)
-{
-    return dtrain__tensor_order(((const dtrain__saved_tensor *)left)->pieces,
-                                ((const dtrain__saved_tensor *)right)->pieces);
-}
-
-/* Find a tensor; NULL: there is none. */
-DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *m,
-                                                                  uint32_t kind, const char *name)
-{
-    dtrain__held held;
-    const dtrain__saved_tensor key = {&held, 1};
-    held.tensor.kind = kind;
-    held.tensor.name = name;
-    return (const dtrain__saved_tensor *)bsearch(&key, m->tensors, m->tensor_count, sizeof key,
-                                                 dtrain__by_kind_and_name);
 }

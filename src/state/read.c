@@ -1,13 +1,13 @@
 /* Reading pieces
  *
- *     source    a piece as a file has it: a checkpoint's, or all of a tensor of weights
- *     target    the piece that this rank wants
+ *     held      a piece as a file has it: a checkpoint's, or a whole tensor of weights
+ *     target    the tensor and piece that this rank wants
  *
- * What both have in common is read block by block, each with its checksum where there is one, and
- * placed where it belongs. A block that is wanted whole goes straight to its place, if that is host
- * memory: no rank ever has more of a tensor in memory than its own pieces and one block. 16-bit
- * elements that become fp32 are read to the upper half of their room and widened from the first one
- * on: a widened element covers only bytes of elements that have been widened already. */
+ * The elements that both have are read block by block and copied to the target. Each block is
+ * checked if it has a checksum. A block that the target wants whole goes straight to its place, if
+ * the target is host memory: a rank never has more of a tensor in memory than its own pieces and
+ * one block. 16-bit elements that become fp32 are read to the upper half of their room and widened
+ * from the first one on: a widened element covers only bytes of elements that are widened already. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -43,56 +43,56 @@ DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_sta
     reader->block = NULL;
 }
 
-/* Read elements first to first + count of a source, widened to fp32 or as they are. With checksums
- * they are one whole block. */
-DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
-                                                    const dtrain__source *source, bool widen,
+/* Read elements first to first + count of a piece, widened to fp32 or as they are. If the piece has
+ * checksums, the elements must be one whole block. */
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader, const char *path,
+                                                    const dtrain__held *held, bool widen,
                                                     int64_t first, int64_t count, char *to)
 {
-    const size_t each = dtrain__stored_bytes(source->dtype), bytes = (size_t)count * each;
+    const size_t each = dtrain__stored_bytes(held->tensor.dtype), bytes = (size_t)count * each;
     const uint64_t at = (uint64_t)first * each;
     char digits[DTRAIN__CRC_DIGITS + 1];
     char *from = widen ? to + (size_t)count * sizeof(float) - bytes : to;
     const dtrain_storage *storage = reader->storage;
-    if (reader->file < 0 || strcmp(reader->opened, source->path) != 0) {
+    if (reader->file < 0 || strcmp(reader->opened, path) != 0) {
         if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
         reader->file = -1;
-        DTRAIN__TRY(
-            dtrain__storage_open(storage, source->path, DTRAIN_STORAGE_READ, &reader->file));
-        snprintf(reader->opened, sizeof reader->opened, "%s", source->path);
+        DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &reader->file));
+        snprintf(reader->opened, sizeof reader->opened, "%s", path);
     }
     DTRAIN__TRY(
-        dtrain__storage_read(storage, reader->file, source->path, from, bytes, source->at + at));
+        dtrain__storage_read(storage, reader->file, path, from, bytes, (uint64_t)held->at + at));
     reader->bytes += bytes;
-    if (source->crc) {
+    if (held->crc) {
         snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, from, bytes));
-        if (memcmp(digits, source->crc + at / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS,
+        if (memcmp(digits, held->crc + at / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS,
                    DTRAIN__CRC_DIGITS) != 0)
             return dtrain_fail(
                 DTRAIN_ERROR_DATA,
                 "%s is damaged: its %zu bytes from %llu on, of the %s of \"%s\", do not have "
                 "the checksum of its header",
-                source->path, bytes, (unsigned long long)(source->at + at), source->kind,
-                dtrain__short(source->name));
+                path, bytes, (unsigned long long)((uint64_t)held->at + at),
+                dtrain__state_kind_name(held->tensor.kind), dtrain__short(held->tensor.name));
     }
     for (int64_t i = 0; i < count && from > to; i++) {
         uint16_t low;
         memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
-        const float x = dtrain_half_to_f32((dtrain_dtype)source->dtype, low);
+        const float x = dtrain_half_to_f32((dtrain_dtype)held->tensor.dtype, low);
         memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
     }
     return DTRAIN_OK;
 }
 
-/* Read what a source has of the target. Elements come in the same order in both, so that every
- * block is read once. */
-DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
-                                                 const dtrain__source *source,
-                                                 const dtrain__target *target)
+/* Read the elements that a piece shares with the target. Elements have the same order in both, so
+ * every block is read once. A scale that is not 0 adds the elements, times the scale, to the
+ * target's sums, which are fp32 in host memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const char *path,
+                                                 const dtrain__held *held,
+                                                 const dtrain_state_tensor *target, float scale)
 {
-    const dtrain_piece *a = &source->piece, *b = &target->piece;
-    const bool widen = source->dtype != target->dtype;
-    const bool direct = target->scale == 0 && reader->device->ops->host_memory;
+    const dtrain_piece *a = &held->tensor.piece, *b = &target->piece;
+    const bool widen = held->tensor.dtype != target->dtype;
+    const bool direct = scale == 0 && reader->device->ops->host_memory;
     const size_t each = dtrain__stored_bytes(target->dtype); /* in the block */
     const int64_t block = (int64_t)(DTRAIN__BLOCK / each);
     dtrain_piece common;
@@ -104,25 +104,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
         const int64_t from = dtrain__piece_place(a, &common, i);
         char *to = (char *)target->memory + (size_t)dtrain__piece_place(b, &common, i) * each;
         const int64_t first = from / block * block;
-        const int64_t low = source->crc ? first : from;
-        const int64_t high = dtrain__min(first + block, source->crc ? a->count : last);
+        const int64_t low = held->crc ? first : from;
+        const int64_t high = dtrain__min(first + block, held->crc ? a->count : last);
         count = dtrain__min(dtrain__piece_span(a, &common, i), dtrain__piece_span(b, &common, i));
         count = dtrain__min(dtrain__min(count, end - i), high - from);
         if (direct && low == from && high == from + count) {
-            DTRAIN__TRY(dtrain__elements_read(reader, source, widen, low, count, to));
+            DTRAIN__TRY(dtrain__elements_read(reader, path, held, widen, low, count, to));
             continue;
         }
         if (from >= reader->high) {
             DTRAIN__TRY(
-                dtrain__elements_read(reader, source, widen, low, high - low, reader->block));
+                dtrain__elements_read(reader, path, held, widen, low, high - low, reader->block));
             reader->low = low;
             reader->high = high;
         }
         const char *block_at = reader->block + (size_t)(from - reader->low) * each;
-        if (target->scale == 0)
+        if (scale == 0)
             DTRAIN__TRY(dtrain_device_copy(reader->device, to, block_at, (size_t)count * each));
-        for (int64_t e = 0; e < count && target->scale != 0; e++)
-            ((float *)(void *)to)[e] += target->scale * ((const float *)(const void *)block_at)[e];
+        for (int64_t e = 0; e < count && scale != 0; e++)
+            ((float *)(void *)to)[e] += scale * ((const float *)(const void *)block_at)[e];
     }
     return DTRAIN_OK;
 }

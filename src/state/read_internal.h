@@ -7,24 +7,6 @@
 #include "state/checkpoint_internal.h"
 #include "state/storage.h"
 
-/* A piece of a tensor in a file. */
-typedef struct dtrain__source {
-    const char *path;
-    uint64_t at;             /* its first byte */
-    const char *kind, *name; /* for sentences */
-    const char *crc;         /* CRC_DIGITS hexadecimal digits for each BLOCK of it; NULL: none */
-    uint32_t dtype;
-    dtrain_piece piece;
-} dtrain__source;
-
-/* The piece that a rank wants. */
-typedef struct dtrain__target {
-    void *memory; /* (piece.count) of the device; of the host with a scale */
-    dtrain_piece piece;
-    uint32_t dtype; /* the source's, or F32 for BF16 and F16, which are widened */
-    float scale;    /* not 0: elements, times this, are added to sums of fp32 */
-} dtrain__target;
-
 /* One file is open at a time, and one block in memory. */
 typedef struct dtrain__reader {
     const dtrain_storage *storage;
@@ -62,12 +44,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
                                                    const dtrain_state *state,
                                                    const dtrain_storage *storage);
 DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
-DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
-                                                    const dtrain__source *source, bool widen,
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader, const char *path,
+                                                    const dtrain__held *held, bool widen,
                                                     int64_t first, int64_t count, char *to);
-DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
-                                                 const dtrain__source *source,
-                                                 const dtrain__target *target);
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const char *path,
+                                                 const dtrain__held *held,
+                                                 const dtrain_state_tensor *target, float scale);
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,

@@ -62,90 +62,6 @@ static void dtrain__poll_sleep(void)
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-static uint64_t dtrain__held_bytes(const dtrain__held *held)
-{
-    return (uint64_t)held->tensor.piece.count * dtrain__state_bytes(held->tensor.dtype);
-}
-
-/* Append the name of a piece in its file, and describe the piece as the file has it. A whole tensor
- * has its own name and shape. A box adds its place along each axis, "wte[0:64,0:128]"; a run adds
- * its elements of the tensor or box, "wte[0:16384]". The names of all kinds but values begin with
- * the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__held *held, dtrain__text *name,
-                                          dtrain__stored *stored)
-{
-    const dtrain_state_tensor *tensor = &held->tensor;
-    const dtrain_piece *part = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const bool boxed = !dtrain__box_same(part, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
-    const bool run = part->count != dtrain__box_count(part);
-    const size_t before = name->bytes;
-    stored->dtype = tensor->dtype;
-    stored->begin = (uint64_t)held->at;
-    stored->end = stored->begin + dtrain__held_bytes(held);
-    stored->dims = run ? 1 : 0;
-    stored->shape[0] = part->count;
-    dtrain__text_add(name, "%s%s%s", value ? "" : dtrain__state_kind_name(tensor->kind),
-                     value ? "" : ".", tensor->name);
-    for (int d = 0; d < 4 && (d == 0 || part->length[d]); d++) {
-        if (!run) stored->shape[stored->dims++] = part->length[d];
-        if (boxed)
-            dtrain__text_add(name, "%c%lld:%lld", d ? ',' : '[', (long long)part->first[d],
-                             (long long)(part->first[d] + part->length[d]));
-    }
-    if (boxed) dtrain__text_add(name, "]");
-    if (run)
-        dtrain__text_add(name, "[%lld:%lld]", (long long)part->offset,
-                         (long long)(part->offset + part->count));
-    if (name->failed) return DTRAIN_ERROR_MEMORY;
-    stored->name = name->at + before;
-    if (name->bytes - before < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "the name \"%s\" is too long for a file of tensors, which takes %d "
-                       "bytes with what is added here",
-                       dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
-}
-
-/* Make the header of a file: what it holds, and the metadata by which readers know it. The length
- * does not depend on the checksums. */
-static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
-{
-    dtrain__text texts[3], *metadata = &texts[0], *key = &texts[1], *value = &texts[2];
-    dtrain_result result = DTRAIN_OK;
-    memset(texts, 0, sizeof texts);
-    for (int i = 0; i < 3; i++) texts[i].allocator = &c->allocator;
-    file->header.allocator = &c->allocator;
-    file->header.bytes = 0;
-    dtrain__text_add(metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
-    for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
-        const dtrain__held *held = &c->held[file->first + i];
-        const dtrain_state_tensor *tensor = &held->tensor;
-        dtrain__stored stored;
-        int64_t numbers[16] = {tensor->kind, tensor->own};
-        memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
-        memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
-        key->bytes = value->bytes = 0;
-        dtrain__text_add(key, DTRAIN__PIECE_KEY);
-        result = dtrain__piece_stored(held, key, &stored);
-        for (int n = 0; n < 16; n++) dtrain__text_add(value, "%lld ", (long long)numbers[n]);
-        dtrain__text_append(value, held->crc,
-                            dtrain__blocks_of(dtrain__held_bytes(held)) * DTRAIN__CRC_DIGITS);
-        dtrain__text_add(value, " %s", tensor->name);
-        if (result == DTRAIN_OK && value->failed) result = DTRAIN_ERROR_MEMORY;
-        if (result != DTRAIN_OK) break;
-        dtrain__safetensors_add(&file->header, &stored);
-        dtrain__text_add(metadata, ",");
-        dtrain__text_add_string(metadata, key->at);
-        dtrain__text_add(metadata, ":");
-        dtrain__text_add_string(metadata, value->at);
-    }
-    dtrain__text_add(metadata, "}");
-    if (result == DTRAIN_OK && metadata->failed) result = DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK)
-        result = dtrain__safetensors_end(&file->header, metadata->at, file->bytes);
-    for (int i = 0; i < 3; i++) dtrain__text_free(&texts[i]);
-    return result;
-}
-
 /* Order pieces by file, wide elements first: so all are aligned. */
 static int dtrain__file_order(const void *left, const void *right)
 {
@@ -723,7 +639,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         pthread_condattr_destroy(&monotonic);
     }
     result = dtrain__agree(comm, result);
-    if (result == DTRAIN_OK) result = dtrain__union_make(c);
+    if (result == DTRAIN_OK) result = dtrain__pieces_choose(c);
     if (result == DTRAIN_OK) result = dtrain__directory_open(c);
     if (result == DTRAIN_OK) *out = c;
     else (void)dtrain_checkpoint_close(c);

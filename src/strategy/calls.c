@@ -77,7 +77,7 @@ static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, cons
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
 {
-    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    DTRAIN__GIVEN(call, strategy);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
     if (!strategy->notes.torn) return dtrain__check_capture(strategy, call);

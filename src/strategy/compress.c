@@ -176,12 +176,12 @@ static bool dtrain__compresses(const dtrain_strategy *strategy)
 
 /* Compress a bucket and start its exchange. */
 static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        dtrain_comm *comm, uint32_t round)
+                                        uint32_t round)
 {
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = comm;
+    hook->comm = dtrain__step_comm(bucket);
     hook->step = strategy->notes.sync_count - strategy->compressed_from;
     DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
@@ -197,44 +197,40 @@ static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket 
 
 /* Begin the first round, and send the dense tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket,
-                                                    const dtrain__step *step)
+                                                    dtrain__bucket *bucket)
 {
     const dtrain__compressed *c = bucket->compressed;
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__round_begin(strategy, bucket, step));
-        return dtrain__all_reduce_begin(strategy, bucket, step);
+        DTRAIN__TRY(dtrain__round_begin(strategy, bucket));
+        return dtrain__all_reduce_begin(strategy, bucket);
     }
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
-    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
+    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, 0));
     if (c->dense_count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)c->dense_count,
-                             c->hook.dtype, bucket->steps->op, &bucket->reduces[1]);
+    return dtrain_all_reduce(dtrain__step_comm(bucket), c->packed, c->packed,
+                             (size_t)c->dense_count, c->hook.dtype, bucket->steps->op,
+                             &bucket->reduces[1]);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket, step));
-        return dtrain__scale_begin(strategy, bucket, step);
+        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket));
+        return dtrain__scale_begin(strategy, bucket);
     }
     DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));
     return dtrain__pack_dense(strategy, bucket, true);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_2_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket,
-                                                    const dtrain__step *step)
+                                                    dtrain__bucket *bucket)
 {
     if (!dtrain__compresses(strategy)) return DTRAIN_OK;
-    return dtrain__hook_begin(strategy, bucket, step->comm, 1);
+    return dtrain__hook_begin(strategy, bucket, 1);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     return dtrain__compresses(strategy) ? dtrain__hook_end(strategy, bucket, 1) : DTRAIN_OK;
 }

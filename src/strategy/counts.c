@@ -8,9 +8,9 @@
  *     reduced            sum of 5 / 4 / 2      as always: times 1/N
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
- * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
- * ranks. Ranks of a tensor axis have the same samples, so that their weights count as often as
- * their number, which passes are multiplied by too, and all of them hear the same verdicts:
+ * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all ranks.
+ * Ranks of a tensor axis have the same samples, so that their weights count as often as their
+ * number, which passes are multiplied by too, and all of them hear the same verdicts:
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
@@ -50,39 +50,35 @@ static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first,
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Set the sums to what this rank adds: its weights and, for each parameter, 1 if it has a gradient.
- * An alias counts with its storage, and stages of other ranks speak for their parameters. If this
- * rank adds a zero that others may fill, the sums have to be read (counts_due). */
-static void dtrain__counts_note(dtrain_strategy *strategy)
-{
-    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
-    float *has = strategy->sums + 1;
-    strategy->sums[0] = strategy->weights;
-    strategy->counts_due = strategy->weights == 0;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
-        const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
-        has[i] = dtrain__has_memory(p) && !(may_lack && updated);
-    }
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (strategy->layout.entries[i].seen)
-            has[strategy->params[i].state.storage->state.index] = 1;
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (has[i] == 0 && dtrain__has_memory(&strategy->params[i])) strategy->counts_due = true;
-}
-
-/* Write this rank's counts, and start their sum over the ranks. */
+/* Write this rank's counts and start their sum over the ranks. This rank adds its weights and, for
+ * each parameter, 1 if it has a gradient. An alias counts with its storage. For parameters of
+ * pipeline stages on other ranks, those ranks count. If this rank adds a zero that another rank can
+ * fill, the sums must be read (counts_due). */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = 1 + strategy->param_count;
+    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
+    float *has = strategy->sums + 1;
     if (strategy->notes.device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->notes.counts,
                               strategy->notes.device_weight, sizeof(float),
                               DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
-        dtrain__counts_note(strategy);
+        strategy->sums[0] = strategy->weights;
+        strategy->counts_due = strategy->weights == 0;
+        for (size_t i = 0; i < strategy->param_count; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
+            const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
+            has[i] = dtrain__has_memory(p) && !(may_lack && updated);
+        }
+        for (size_t i = 0; i < strategy->param_count; i++)
+            if (strategy->layout.entries[i].seen)
+                has[strategy->params[i].state.storage->state.index] = 1;
+        for (size_t i = 0; i < strategy->param_count; i++)
+            if (has[i] == 0 && dtrain__has_memory(&strategy->params[i]))
+                strategy->counts_due = true;
         DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)

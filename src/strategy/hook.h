@@ -1,8 +1,8 @@
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
  * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook. PyTorch's DDP
- * has hooks too. The built-in one, top-k (topk.c), is made of the same; examples/sign_sgd.c
- * and examples/power_sgd.c are complete programs. A hook has one or two rounds; the library calls
+ * has hooks too. The built-in one, top-k (topk.c), is made of the same; examples/sign_sgd.c and
+ * examples/power_sgd.c are complete programs. A hook has one or two rounds; the library calls
  *
  *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory
  *     compress     when the gradients of the bucket are final; and at once

@@ -26,8 +26,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0
- * when nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is
+/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0 when
+ * nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is
  * another number. Collective: a rank knows its own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
                                                  const dtrain__groups *groups, uint32_t *node_ranks)
@@ -86,23 +86,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strateg
 
 /* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket,
-                                                         const dtrain__step *step)
+                                                         dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(step->comm, bucket->grads, bucket->grads + bucket->slice_first,
-                                 (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
-                                 (dtrain_dtype)strategy->layout.dtype, bucket->steps->op,
-                                 bucket->reduces);
+    return dtrain_reduce_scatter(
+        dtrain__step_comm(bucket), bucket->grads, bucket->grads + bucket->slice_first,
+        (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+        (dtrain_dtype)strategy->layout.dtype, bucket->steps->op, bucket->reduces);
 }
 
 /* NODE_GATHER: all slices of this node to all its ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket,
-                                                        const dtrain__step *step)
+                                                        dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(step->comm, bucket->grads + bucket->slice_first, bucket->grads,
+    return dtrain_all_gather(dtrain__step_comm(bucket), bucket->grads + bucket->slice_first,
+                             bucket->grads,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              (dtrain_dtype)strategy->layout.dtype, bucket->reduces);
 }
@@ -124,10 +123,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
 }
 
 /* SCALE: the sum over all nodes becomes the mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (bucket->sharded)
         return dtrain__scale(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                              bucket->shard_count);
@@ -150,24 +147,22 @@ static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain_
 
 /* REPLICAS: a shard of the sum over this node = the mean over all nodes. */
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
     void *wire = bucket->low_grads ? dtrain__wire(bucket, bucket->shard_first) : sum;
     DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
                                      bucket->shard_count, false));
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire,
+    return dtrain_all_reduce(dtrain__step_comm(bucket), wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket, const dtrain__step *step)
+                                                   dtrain__bucket *bucket)
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
-    (void)step;
     DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
                                      bucket->shard_count, true));
     return dtrain__scale(strategy, bucket, sum, bucket->shard_count);

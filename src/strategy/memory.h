@@ -43,10 +43,10 @@ typedef struct dtrain_memory {
 } dtrain_memory;
 
 /* Count params, grads, buffers and optimizer (desc->optimizer_states and group_states, without
- * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size
- * 0 counts as rank_count. With desc->mesh, which may be one without a world, rank_count is its
- * number of ranks, and params are completed as its rank has them. Local: it needs no world, and
- * completes count and shape of params in place. */
+ * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size 0
+ * counts as rank_count. With desc->mesh, which may be one without a world, rank_count is its number
+ * of ranks, and params are completed as its rank has them. Local: it needs no world, and completes
+ * count and shape of params in place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);

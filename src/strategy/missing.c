@@ -16,7 +16,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
+        if (!entry->trainable || !entry->local || entry->seen || (entry->warned && !strict))
             continue;
         /* frozen in this step, as the program may: its gradient is not missing */
         if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;

@@ -19,8 +19,8 @@
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* Order two streams: work queued on `later` from now on comes after all that is queued on
- * `earlier` so far. */
+/* Order two streams: work queued on `later` from now on comes after all that is queued on `earlier`
+ * so far. */
 static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
                                            dtrain_stream *earlier)
 {
@@ -87,10 +87,9 @@ static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket 
 
 /* PUT: copy the result of a backward to the shard in host memory, or add it there. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_put_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
-    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket, step);
+    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket);
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                             strategy->accumulated);
 }
@@ -98,10 +97,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_put_begin(dtrain_strategy *strategy,
 /* GET: queue a copy of the shard, with everything that was put there, back to the result. After the
  * only micro-batch of a step it is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->grad_on_host || !strategy->accumulated) return DTRAIN_OK;
     for (uint32_t i = 0; i < 2; i++)
         if (strategy->offload.bounced[i] == bucket) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
@@ -112,10 +109,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
 
 /* RETURN: copy the reduced result to the shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket,
-                                                        const dtrain__step *step)
+                                                        dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->grad_on_host) return DTRAIN_OK;
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket), false);
 }
@@ -215,8 +210,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float
 }
 
 /* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy
- * of values that are on the device, and for gradients that are on the device *staging grows to
- * the elements that one of the two staging buffers holds: a piece of them, or with `whole` all. */
+ * of values that are on the device, and for gradients that are on the device *staging grows to the
+ * elements that one of the two staging buffers holds: a piece of them, or with `whole` all. */
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
                                               bool whole, int64_t *staging)
 {

@@ -24,7 +24,7 @@ static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
-            strategy->notes.several);
+            strategy->notes.pipelined);
 }
 
 /* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
@@ -83,11 +83,6 @@ DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain
     if (!more) return; /* finish counts the last one */
     strategy->weights += strategy->notes.weight;
     strategy->passes++;
-}
-
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
-{
-    strategy->batch_comm = comm->number;
 }
 
 /* ---- Losses of several terms

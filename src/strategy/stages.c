@@ -9,8 +9,8 @@
  *     rank                       0     |  1  |  0  |  1
  *
  * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
- * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients
- * up before anything else is done with them, and so they stay equal. The first rank counts it where
+ * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients up
+ * before anything else is done with them, and so they stay equal. The first rank counts it where
  * something of the model counts once. */
 
 #include "core/platform_internal.h"
@@ -29,10 +29,25 @@ DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint
     return -1;
 }
 
-/* Check that stages have units, each one, and together all of them. */
-static dtrain_result dtrain__stage_check(const dtrain__stage_map *map, const uint32_t *units)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups)
 {
     const char *const call = "dtrain_strategy_create";
+    memset(map, 0, sizeof *map);
+    map->ranks = groups->pipeline_ranks;
+    map->rank = groups->pipeline_rank;
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
+    map->stages = map->ranks * map->chunks;
+    map->room = count;
+    map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
+    if (!map->units) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
+        if (dtrain__stage_of_unit(map, params[i].unit) < 0)
+            map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
+    const uint32_t *units = desc && map->stages > 1 ? desc->units : NULL;
     uint64_t sum = 0;
     for (int32_t s = 0; s < map->stages && units; s++) {
         sum += units[s];
@@ -47,33 +62,12 @@ static dtrain_result dtrain__stage_check(const dtrain__stage_map *map, const uin
                            "%s: the %d numbers of pipeline->units add up to %llu units, and the "
                            "parameters belong to %zu; every unit is in one stage",
                            call, (int)map->stages, (unsigned long long)sum, map->unit_count);
-    if (map->unit_count >= (size_t)map->stages || map->stages == 1) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "%s: the parameters belong to %zu units, which leave a stage of %d (%d ranks "
-        "x %d chunks) empty; take fewer ranks or chunks, or give the model more units",
-        call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
-                                                     const dtrain_allocator *a,
-                                                     const dtrain_param *params, size_t count,
-                                                     const dtrain_pipeline_desc *desc,
-                                                     const dtrain__groups *groups)
-{
-    memset(map, 0, sizeof *map);
-    map->ranks = groups->pipeline_ranks;
-    map->rank = groups->pipeline_rank;
-    DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
-    map->stages = map->ranks * map->chunks;
-    map->room = count;
-    map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
-    if (!map->units) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
-        if (dtrain__stage_of_unit(map, params[i].unit) < 0)
-            map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
-    const uint32_t *units = desc && map->stages > 1 ? desc->units : NULL;
-    DTRAIN__TRY(dtrain__stage_check(map, units));
+    if (map->unit_count < (size_t)map->stages && map->stages > 1)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: the parameters belong to %zu units, which leave a stage of %d (%d ranks "
+            "x %d chunks) empty; take fewer ranks or chunks, or give the model more units",
+            call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
     const size_t even = map->unit_count / (size_t)map->stages;
     const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
     size_t at = 0;

@@ -17,10 +17,8 @@
 #include "strategy/steps_internal.h"
 
 /* TIE: a tied weight's gradient = its sum over the ranks that have a copy. */
-DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->tied) return DTRAIN_OK;
     if (!bucket->uses) /* all uses on this rank are frozen */
         DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,

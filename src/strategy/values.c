@@ -39,8 +39,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
- * buckets are under way before one is waited for. */
+/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all buckets are
+ * under way before one is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 {
     dtrain__bucket *const first = strategy->layout.buckets;

@@ -46,19 +46,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__wire_convert(dtrain_strategy *strategy,
 }
 
 /* ROUND: this rank's slice of the gradients to the wire. */
-DTRAIN__PRIVATE dtrain_result dtrain__round_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     return dtrain__wire_convert(strategy, bucket, bucket->grads + bucket->slice_first,
                                 bucket->slice_first, bucket->slice_count, false);
 }
 
 /* WIDEN: what has arrived back to fp32: this rank's shard, or a whole slice. */
-DTRAIN__PRIVATE dtrain_result dtrain__widen_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__widen_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (bucket->sharded)
         return dtrain__wire_convert(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                                     bucket->shard_first, bucket->shard_count, true);
@@ -68,15 +64,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__widen_begin(dtrain_strategy *strategy, dtr
 
 /* REDUCE_OWNERS: each owner receives the mean of its tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_owners_begin(dtrain_strategy *strategy,
-                                                          dtrain__bucket *bucket,
-                                                          const dtrain__step *step)
+                                                          dtrain__bucket *bucket)
 {
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
         DTRAIN__TRY(
-            dtrain_reduce(step->comm, dtrain__wire(bucket, first),
+            dtrain_reduce(dtrain__step_comm(bucket), dtrain__wire(bucket, first),
                           r == strategy->layout.rank ? dtrain__wire_end(strategy, bucket) : NULL,
                           (size_t)dtrain__elements(&strategy->layout, count),
                           dtrain__wire_dtype(strategy), bucket->steps->op, r, &bucket->reduces[r]));

@@ -13,6 +13,7 @@
  * is exchanged once: activation checkpointing makes y again from the mean that is there. */
 
 #include "core/platform_internal.h"
+#include "comm/backend.h"
 #include "comm/comm.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
@@ -125,7 +126,8 @@ static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
     if (parts) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
     if (parts > 1) {
         dtrain_work *work = NULL;
-        if (op->tape->strategy) dtrain__share_batches(op->tape->strategy, layer->desc.comm);
+        if (op->tape->strategy)
+            dtrain__notes_of(op->tape->strategy)->batch_comm = layer->desc.comm->number;
         DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
                                       (void *)(uintptr_t)layer->statistics.all,
                                       (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));

@@ -121,7 +121,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
             dtrain__chunk *all =
                 dtrain__scratch_take(op->tape, args.rows * args.n, DTRAIN_DTYPE_F32);
             if (!all) return op->tape->error;
-            DTRAIN__TRY(dtrain__gather_rows(op, op->outputs[0]->grad, all->memory, args.rows,
+            DTRAIN__TRY(dtrain__gather_rows(op, NULL, op->outputs[0]->grad, all->memory, args.rows,
                                             args.n, DTRAIN_DTYPE_F32, NULL));
             args.d_y = all->memory;
             args.d_wte = grad[0];

@@ -145,7 +145,7 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     }
     if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
         DTRAIN__TRY(
-            dtrain__gather_rows(op, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
+            dtrain__gather_rows(op, NULL, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
         gemm.a = all->memory;
     }
     if (layer->cut != DTRAIN_CUT_COLUMNS) {
@@ -252,7 +252,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, dtrain_gemm_args *weig
         all = dtrain__scratch_take(op->tape, forward->m * forward->k, forward->a_dtype);
         if (!all) return op->tape->error;
         rows = all->memory;
-        DTRAIN__TRY(dtrain__gather_rows(op, forward->a, all->memory, forward->m, forward->k,
+        DTRAIN__TRY(dtrain__gather_rows(op, NULL, forward->a, all->memory, forward->m, forward->k,
                                         forward->a_dtype, &gathering));
     }
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add), *sum = d_x;
@@ -324,7 +324,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     if (layer->scatters) {
         all = dtrain__scratch_take(op->tape, forward->m * forward->n, forward->c_dtype);
         if (!all) return op->tape->error;
-        DTRAIN__TRY(dtrain__gather_rows(op, d_z, all->memory, forward->m, forward->n,
+        DTRAIN__TRY(dtrain__gather_rows(op, NULL, d_z, all->memory, forward->m, forward->n,
                                         forward->c_dtype, NULL));
         d_z = all->memory;
     }

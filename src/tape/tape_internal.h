@@ -307,10 +307,10 @@ DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dt
 /* Add values (count) up over the axis, in place. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
                                                  uint32_t dtype, dtrain_work **work);
-/* Put the parts of all ranks together: whole (rows, n). */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
-                                                  void *whole, int64_t rows, int64_t n,
-                                                  uint32_t dtype, dtrain_work **work);
+/* Put the parts of all ranks together: whole (rows, n), its rows cut by `cut`; NULL: evenly. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const dtrain_cut *cut,
+                                                  const void *part, void *whole, int64_t rows,
+                                                  int64_t n, uint32_t dtype, dtrain_work **work);
 /* Add whole (rows, n) up over the axis, and keep this rank's rows in part, which may be the place
  * of those rows in whole. */
 DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const void *whole,

@@ -175,8 +175,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     uint32_t joined = 0;
     bool over;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
-    dtrain__notes_of(strategy)->several = micro_batches > 1;  /* other trainers', too */
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));  /* the schedule is one backward */
+    dtrain__notes_of(strategy)->pipelined = micro_batches > 1; /* other trainers', too */
     dtrain__line_begin(trainer, &pass);
     dtrain_result result = dtrain__line_fetch(trainer, trainer->micros);
     if (result == DTRAIN_OK && !(line->agreed && trainer->micros->joined))

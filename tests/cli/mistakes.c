@@ -1,4 +1,4 @@
-/* mistakes.c: programs with one mistake each, which print the sentences that README's table of troubles begins with.
+/* mistakes.c: programs with one mistake each, which print the sentences of docs/troubleshooting.md.
  *
  *   mistakes NAME      two ranks make the mistake; each prints the sentence that it gets, and the launcher its own */
 #include "dtrain.h"

@@ -175,6 +175,7 @@ good "llama, bf16" "step +20  loss [0-4]\." $llama --precision bf16 --ranks 3 --
 bad "llama, unknown flag" 'the flag "--layers" is not one of: --data' $llama --layers 3
 bad "llama, missing weights" 'none: No such file or directory' $llama --import "$tmp/none"
 good "own_operation, 2 ranks" "step 199  loss 0.0[0-9]" "$build/own_operation"
+good "operations" "^gradients agree with finite differences to 0\.000[0-9]$" "$build/operations"
 bytes() { head -c "$1" /dev/zero | tr '\0' "\\$2"; } # bytes COUNT OCTAL
 image() { bytes 1 "$1"; bytes $((307 * $2)) 170; bytes 307 377; bytes $((3072 - 307 * ($2 + 1))) 170; } # image LABEL CLASS
 cifar=$tmp/cifar

@@ -1,5 +1,5 @@
 #!/bin/sh
-# README's program, and README's table of troubles: the program that the diff shows is complete, without a warning in C
+# README's program, and the table of docs/troubleshooting.md: the program that the diff shows is complete, without a warning in C
 # and C++, and computes on 1 to 4 ranks what the serial one does; each sentence that the table quotes is printed by the
 # mistake that it is about ("..." stands for anything).
 . tests/support/shell.sh
@@ -63,7 +63,7 @@ echo '#include <stdio.h>
 prints $cc -std=c99 -I. -fsyntax-only "$tmp/late.c"
 wait
 
-sed -n '/^## Troubleshooting/,/^## /p' README.md | sed -n 's/^| ``* *\([^|]*[^`|]\) *``* |.*/\1/p' >"$tmp/rows"
+sed -n 's/^| ``* *\([^|]*[^`|]\) *``* |.*/\1/p' docs/troubleshooting.md >"$tmp/rows"
 rows=$(wc -l <"$tmp/rows")
 [ "$rows" -ge 8 ]; result "the table has $rows sentences" $?
 while IFS= read -r sentence; do

@@ -933,7 +933,7 @@ static void test_names(void)
     CHECK(dtrain_device_ops_by_name("cpu", &ops) == DTRAIN_OK && ops == device_table("cpu"));
     CHECK(dtrain_device_ops_by_name("tpu", &ops) == DTRAIN_ERROR_ARGUMENT && !ops);
     dtrain_launch_desc desc = ranks_desc(1, DTRAIN_LAUNCH_PROCESSES);
-    desc.math = DTRAIN_MATH_TF32;
+    desc.options.math = DTRAIN_MATH_TF32;
     CHECK(dtrain_launch(&desc, arrays_main, NULL, NULL) != DTRAIN_OK);
     CHECK(strstr(dtrain_last_error(), "tensor cores") != NULL);
 }

@@ -873,7 +873,7 @@ static dtrain_result launch_program(play *y)
 {
     dtrain_launch_desc desc = ranks_desc(y->g->ranks, y->g->mode);
     desc.timeout_ms = 8000;
-    desc.log = say_nothing;
+    desc.options.log = say_nothing;
 #ifdef DTRAIN_USE_CUDA
     desc.device_ops =
         dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */

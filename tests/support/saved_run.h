@@ -400,7 +400,7 @@ static inline dtrain_result saved_launch(saved_run *r)
     dtrain_launch_desc desc = ranks_desc(r->ranks, r->mode);
     desc.device_ops = r->device;
     desc.comm_ops = r->comm;
-    desc.allocator = r->allocator;
+    desc.options.allocator = r->allocator;
     desc.restarts = r->restarts;
     desc.backoff_ms = r->restarts ? 1 : 0;
     memset(r->image, 0, sizeof r->image); /* pieces that nobody has are equal */

@@ -1140,7 +1140,7 @@ static inline bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text
 {
     dtrain_launch_desc desc = ranks_desc(
         ranks, ranks > 1 && y->g.processes ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS);
-    desc.log = say_nothing;
+    desc.options.log = say_nothing;
     desc.timeout_ms = 20000;
 #ifdef DTRAIN_CUDA_EMULATION
     desc.device_ops =

@@ -868,9 +868,9 @@ static void test_missing_is_zero(void)
 {
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
     captured *log = (captured *)ranks_shared(sizeof *log);
-    desc.log = capture;
-    desc.log_user = log;
-    desc.log_level = DTRAIN_LOG_INFO;
+    desc.options.log = capture;
+    desc.options.log_user = log;
+    desc.options.log_level = DTRAIN_LOG_INFO;
     CHECK_MSG(ranks_launch(&desc, missing_zero_main, log, NULL) == DTRAIN_OK, "%s",
               dtrain_last_error());
 }
@@ -1202,13 +1202,13 @@ static void test_allocation_failures(void)
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
     counted_memory t;
     int n;
-    desc.log_level = DTRAIN_LOG_ERROR;
+    desc.options.log_level = DTRAIN_LOG_ERROR;
     for (n = 1; n < 400; n++) {
         double start = dtrain_seconds();
         dtrain_result result;
         memset(&t, 0, sizeof t);
         t.fail_at = n;
-        desc.allocator = counted_allocator(&t);
+        desc.options.allocator = counted_allocator(&t);
         result = dtrain_launch(&desc, tracked_main, NULL, NULL);
         CHECK_MSG(t.live == 0 && t.live_bytes == 0, "call %d fails: %ld blocks, %ld bytes leak", n,
                   t.live, t.live_bytes);
@@ -1258,7 +1258,7 @@ static void test_steady_state(void)
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
     counted_memory t;
     memset(&t, 0, sizeof t);
-    desc.allocator = counted_allocator(&t);
+    desc.options.allocator = counted_allocator(&t);
     CHECK_MSG(ranks_launch(&desc, steady_main, &t, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
     CHECK(t.live == 0 && t.wrong == 0);
 }

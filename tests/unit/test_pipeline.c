@@ -394,7 +394,7 @@ static run *run_on_nodes(const spec *s, int tensor, int pipeline, uint32_t mode,
     r->node_ranks = node_ranks;
     r->s.tensor = tensor, r->s.pipeline = pipeline;
     dtrain_launch_desc desc = ranks_desc(tensor * pipeline * s->data, mode);
-    desc.node_ranks = node_ranks;
+    desc.options.node_ranks = node_ranks;
 #ifdef DTRAIN_CUDA_EMULATION
     const int misuses = nccl_mock_count.misuses;
     desc.mode = DTRAIN_LAUNCH_THREADS; /* NCCL's mock is of one process */

@@ -333,7 +333,8 @@ static job *run_part(option_fn *option, int pipeline, int data, uint32_t schedul
     j->option = option, j->pipeline = pipeline, j->data = data, j->schedule = schedule;
     j->from = from, j->to = to, j->directory = directory, j->fails = option == hook_fails;
     dtrain_launch_desc desc = ranks_desc(pipeline * data, DTRAIN_LAUNCH_THREADS);
-    desc.log_level = DTRAIN_LOG_WARNING, desc.log = count_warnings, desc.log_user = j;
+    desc.options.log_level = DTRAIN_LOG_WARNING, desc.options.log = count_warnings,
+    desc.options.log_user = j;
     const dtrain_result result = ranks_launch(&desc, rank_main, j, NULL);
     CHECK_MSG(result == DTRAIN_OK, "%s", dtrain_last_error());
     return j;

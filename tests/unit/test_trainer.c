@@ -315,9 +315,9 @@ static dtrain_result run_launch(run *r)
     desc.mode = r->mode;
     desc.threads_per_rank = 1;
     desc.timeout_ms = 20000;
-    desc.log = count_warning;
-    desc.log_user = r;
-    desc.allocator = r->allocator;
+    desc.options.log = count_warning;
+    desc.options.log_user = r;
+    desc.options.allocator = r->allocator;
     return dtrain_launch(&desc, run_rank, r, NULL);
 }
 

@@ -155,9 +155,9 @@ static void measure(tuner *t, candidate *c)
     dtrain_launch_desc launch;
     t->shared->steps = 0;
     if (launch_desc(t->s, true, &launch)) return; /* has said why */
-    launch.log = ignore_log;
+    launch.options.log = ignore_log;
     launch.restarts = 0;
-    launch.trace.path = NULL;
+    launch.options.trace.path = NULL;
     if (launch.timeout_ms > 1000 * (uint32_t)TUNE_SECONDS) /* a candidate that hangs has failed */
         launch.timeout_ms = 1000 * (uint32_t)TUNE_SECONDS;
     if (dtrain_launch(&launch, tune_rank, t->shared, NULL) != DTRAIN_OK || !t->shared->steps) {

@@ -220,25 +220,8 @@ DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)
 DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "cpu",
-        true,
-        dtrain__cpu_create,
-        dtrain__cpu_destroy,
-        dtrain__cpu_query,
-        dtrain__cpu_synchronize,
-        dtrain__cpu_alloc,
-        dtrain__cpu_free,
-        dtrain__cpu_copy,
-        dtrain__cpu_zero,
-        dtrain__cpu_host_alloc,
-        dtrain__cpu_host_free,
-        NULL,
-        NULL,
-        dtrain__cpu_copy_async,
-        DTRAIN__NO_ORDER,
-        DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY, DTRAIN__CPU_ENTRY)};
+    static const dtrain_device_ops ops = DTRAIN__HOST_TABLE(
+        cpu, true, dtrain__cpu_query, dtrain__cpu_host_free, NULL, DTRAIN__CPU_ENTRY);
 #undef DTRAIN__CPU_ENTRY
     return &ops;
 }

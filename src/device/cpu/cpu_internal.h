@@ -40,7 +40,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 /* device/cpu/launch.c */
 DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
                                                  const void *args, int64_t total, int64_t unit,
-                                                 int64_t elements, dtrain_dtype dtype);
+                                                 int64_t slot, int64_t elements,
+                                                 dtrain_dtype dtype);
+/* A launcher that runs the kernel of the same name on [0, total), after a check. */
+#define DTRAIN__LAUNCH(op, check, total, unit, slot, elements, dtype)                         \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device,                     \
+                                                   const dtrain_##op##_args *args)            \
+    {                                                                                         \
+        DTRAIN__TRY(check);                                                                   \
+        return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->op, args, total, unit, \
+                                  slot, elements, dtype);                                     \
+    }
 DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
                                                   const void *args, int64_t count,
                                                   dtrain_dtype dtype);

@@ -107,26 +107,6 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
     return NULL;
 }
 
-/* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
-    static void name(const dtrain__mix_job *job)                                                \
-    {                                                                                           \
-        for (size_t at = 0; at < job->count; at++) {                                            \
-            U sum, x;                                                                           \
-            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
-            for (int i = 1; i < job->in_count; i++) {                                           \
-                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
-                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
-                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
-                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
-            }                                                                                   \
-            for (int i = 0; i < job->out_count; i++)                                            \
-                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
-        }                                                                                       \
-    }
-DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
-DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
-
 /* Read the bits, so that -ffast-math cannot remove the test. */
 static bool dtrain__is_nan(double x)
 {
@@ -135,25 +115,31 @@ static bool dtrain__is_nan(double x)
     return (bits & INT64_MAX) > 0x7ff0000000000000u;
 }
 
-/* As kernels/mix.h, one element at a time. */
-static void dtrain__mix_f64(const dtrain__mix_job *job)
-{
-    const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
-    for (size_t at = 0; at < job->count; at++) {
-        double sum, x; /* buffers need no alignment */
-        memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);
-        for (int i = 1; i < job->in_count; i++) {
-            memcpy(&x, job->in[i] + at * sizeof x, sizeof x);
-            if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x;
-            else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;
-            else if (dtrain__is_nan(sum)) continue;
-            else if (dtrain__is_nan(x) || (job->op == DTRAIN_REDUCE_MIN ? x < sum : sum < x))
-                sum = x;
-        }
-        x = sum * scale;
-        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * sizeof x, &x, sizeof x);
+/* As kernels/mix.h, one element at a time; buffers need no alignment. Integers add as unsigned U,
+ * which wrap, and compare as signed S. */
+#define DTRAIN__MIX(name, U, S)                                                              \
+    static void name(const dtrain__mix_job *job)                                             \
+    {                                                                                        \
+        for (size_t at = 0; at < job->count; at++) {                                         \
+            U sum, x;                                                                        \
+            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                          \
+            for (int i = 1; i < job->in_count; i++) {                                        \
+                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                            \
+                if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x; \
+                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                            \
+                else if (!dtrain__is_nan((double)sum) &&                                     \
+                         (dtrain__is_nan((double)x) ||                                       \
+                          (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)sum < (S)x)))   \
+                    sum = x;                                                                 \
+            }                                                                                \
+            if (job->op == DTRAIN_REDUCE_MEAN) sum *= (U)(1.0 / job->in_count);              \
+            for (int i = 0; i < job->out_count; i++)                                         \
+                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                     \
+        }                                                                                    \
     }
-}
+DTRAIN__MIX(dtrain__mix_i32, uint32_t, int32_t)
+DTRAIN__MIX(dtrain__mix_i64, uint64_t, int64_t)
+DTRAIN__MIX(dtrain__mix_f64, double, double)
 
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 {

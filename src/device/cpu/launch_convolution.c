@@ -406,22 +406,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d(dtrain_device *device,
-                                                 const dtrain_pool2d_args *args)
-{
-    const dtrain_windows2d *w = &args->windows;
-    DTRAIN__TRY(dtrain__check_windows("pool2d", w, args->dtype));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d, args,
-                              w->batch * w->out_height, 1,
-                              w->batch * w->height * w->width * w->channels, args->dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
-                                                          const dtrain_pool2d_backward_args *args)
-{
-    const dtrain_windows2d *w = &args->windows;
-    DTRAIN__TRY(dtrain__check_windows("pool2d_backward", w, args->dtype));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d_backward, args,
-                              w->batch * w->height, 1,
-                              w->batch * w->height * w->width * w->channels, args->dtype);
-}
+DTRAIN__LAUNCH(pool2d, dtrain__check_windows("pool2d", &args->windows, args->dtype),
+               args->windows.batch * args->windows.out_height, 1, 0,
+               args->windows.batch * args->windows.height * args->windows.width *
+                   args->windows.channels,
+               args->dtype)
+DTRAIN__LAUNCH(pool2d_backward,
+               dtrain__check_windows("pool2d_backward", &args->windows, args->dtype),
+               args->windows.batch * args->windows.height, 1, 0,
+               args->windows.batch * args->windows.height * args->windows.width *
+                   args->windows.channels,
+               args->dtype)

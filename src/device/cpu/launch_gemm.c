@@ -19,7 +19,7 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
         all.rows = 1;
     }
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
-                              DTRAIN__LINE, args->rows * args->n, args->dtype);
+                              DTRAIN__LINE, 0, args->rows * args->n, args->dtype);
 }
 
 /* Set sums (n) to the column sums of x (rows, n), or add them. */
@@ -139,7 +139,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtra
     after.bias = args->bias;
     after.aux = args->aux;
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
-                              args->rows * args->n, args->dtype);
+                              0, args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)

@@ -231,10 +231,14 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
 
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
                                                      DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
-#define DTRAIN__FP32_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
-    {                                                                                    \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
+#define DTRAIN__ISA_OF(name, mr, nr, pair, unit, packing, pitch, kernel, pack_a, pack_b, begin, \
+                       end)                                                                     \
+    {                                                                                           \
+        name, mr, nr, pair, unit, packing, pitch, DTRAIN__K(kernel), DTRAIN__K(pack_a),         \
+            DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), begin, end                                 \
     }
+#define DTRAIN__FP32_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                         \
+    DTRAIN__ISA_OF(DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, kernel, pack_a, \
+                   pack_b, NULL, NULL)
 static const dtrain__isa DTRAIN__K(isa) = DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile,
                                                            pack_a, pack_b);

@@ -151,19 +151,10 @@ DTRAIN__ON_AMX static void DTRAIN__K(kernel_amx)(int64_t cells, const float *a, 
             c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
 }
 
-static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
-                                               32,
-                                               32,
-                                               2,
-                                               16,
-                                               32,
-                                               0,
-                                               DTRAIN__K(kernel_amx),
-                                               DTRAIN__K(pack_a_amx),
-                                               DTRAIN__K(pack_b_amx),
-                                               &DTRAIN__K(tile_ops),
-                                               DTRAIN__K(amx_begin),
-                                               DTRAIN__K(amx_end)};
+static const dtrain__isa DTRAIN__K(isa_amx) = DTRAIN__ISA_OF("amx_bf16", 32, 32, 2, 16, 32, 0,
+                                                             kernel_amx, pack_a_amx, pack_b_amx,
+                                                             DTRAIN__K(amx_begin),
+                                                             DTRAIN__K(amx_end));
 
 #if DTRAIN__ISA == 3
 /* Return whether the processor has tiles, the system saves them, and this process may use them: it
