@@ -361,7 +361,7 @@ all() { # all KIND FILE: what is for GPUs comes last, because it overwrites what
     [ ! -s "$tmp/out" ] || result "$2: what it quotes is compared" 1 "$tmp/out"
 }
 for document in $documents; do all text "$document"; done
-[ -n "$only" ] || all help Makefile
+[ -n "$only" ] || for file in Makefile tests/tests.mk; do all help $file; done
 for source_file in $sources; do all source "$source_file"; done
 [ -n "$only" ] || [ "$(wc -l <"$tmp/done")" -gt 80 ]
 result "the rules find the commands ($(wc -l <"$tmp/done") different ones)" $?

@@ -1,7 +1,7 @@
 /* test_restart.c: runs that are started again after a failure, and runs that are asked to stop: which attempts there
  * are, what is reported at the end, how long is waited, and that nothing is left of any attempt.
  *
- * The linker puts __wrap_fork between the library and the C library (--wrap, in tests/tests.mk). */
+ * The linker puts __wrap_fork between the library and the C library (tests/tests.mk). */
 #include "test.h"
 #include "dtrain.h"
 #include "ranks.h"
