@@ -64,7 +64,7 @@ static int choose(dtrain_world *world, void *user)
 
 int main(void)
 {
-    const dtrain_launch_desc desc = {.rank_count = RANKS, .options.node_ranks = NODE_RANKS};
+    const dtrain_launch_desc desc = {.rank_count = RANKS, .options = {.node_ranks = NODE_RANKS}};
     if (dtrain_launch(&desc, choose, NULL, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "auto_strategy: %s\n", dtrain_last_error());
     return 1;

@@ -47,7 +47,7 @@ static int compare(dtrain_world *world, void *user)
 
 int main(int argc, char **argv)
 {
-    dtrain_launch_desc desc = {.default_rank_count = 4, .options.node_ranks = NODE_RANKS};
+    dtrain_launch_desc desc = {.default_rank_count = 4, .options = {.node_ranks = NODE_RANKS}};
     if (argc > 1 && (desc.rank_count = (uint32_t)strtoul(argv[1], NULL, 10)) == 0) {
         fprintf(stderr, "usage: hybrid_shard [RANKS], not \"%s\"\n", argv[1]);
         return 2;

@@ -7,8 +7,8 @@
  *     run.rank1.json  draw samples 20  my backward 20  my update 20  all-reduce of bucket 0 20
  *
  * dtrain_world_options.trace turns it on. The library traces its own calls; dtrain_span_begin and dtrain_span_end add
- * what the program does. Open a file in ui.perfetto.dev or chrome://tracing; build/trace merges the
- * files of all ranks, and draws a step. An event is a line, which this program counts by its name. */
+ * what the program does. Open a file in ui.perfetto.dev or chrome://tracing; build/trace merges the files of all ranks,
+ * and draws a step. An event is a line, which this program counts by its name. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -74,7 +74,8 @@ static int count(int rank)
 
 int main(void)
 {
-    const dtrain_launch_desc desc = {.rank_count = RANKS, .options.trace.path = "run.json"};
+    const dtrain_launch_desc desc = {.rank_count = RANKS,
+                                     .options = {.trace = {.path = "run.json"}}};
     if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return count(0) + count(1) != 0;
     fprintf(stderr, "timeline: %s\n", dtrain_last_error());
     return 1;
