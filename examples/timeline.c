@@ -6,9 +6,9 @@
  *     run.rank0.json  draw samples 20  my backward 20  my update 20  all-reduce of bucket 0 20
  *     run.rank1.json  draw samples 20  my backward 20  my update 20  all-reduce of bucket 0 20
  *
- * A trace is a setting of the world, dtrain_world_options.trace. The library traces its own calls; dtrain_span_begin
- * and dtrain_span_end add what the program does. Open a file in ui.perfetto.dev or chrome://tracing; build/trace merges the
- * files of all ranks, and draws a step. An event is a line, which this program counts by its name. */
+ * dtrain_world_options.trace turns it on. The library traces its own calls; dtrain_span_begin and dtrain_span_end add
+ * what the program does. Open a file in ui.perfetto.dev or chrome://tracing; build/trace merges the files of all ranks,
+ * and draws a step. An event is a line, which this program counts by its name. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

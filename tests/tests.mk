@@ -64,7 +64,7 @@ FIRST   := $(patsubst %,tests/long/%.sh,cuda_build test_mpi test_compile test_do
 ordered = $(filter $1,$(FIRST)) $(filter-out $(FIRST),$1)
 RUN     = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 # Scripts run in parallel: what several of them need is built before.
-SHARED  = $(if $(filter tests/full/%,$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS))
+SHARED  = $(if $(filter tests/full/%,$(ALL)),lib bindings) $(if $(filter tests/cli/test_hosts.sh,$(ALL)),$(HOSTS)) $(if $(filter tests/cli/test_examples.sh,$(ALL)),$(filter %/offload,$(EMU_BENCH)))
 FOR_LONG = $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) \
            $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 
@@ -187,7 +187,7 @@ $(BUILD)/bench/bench_comm $(BUILD)/bench/bench_sparse: $(BUILD)/%: %.c $(BUILD)/
 
 # What the tests start under each MPI that is installed.
 openmpi mpich:
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt solver solver_dtrain)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt over_mpi solver solver_dtrain)
 $(BUILD)/mpi/test_mpi $(BUILD)/mpi/test_programs: $(BUILD)/mpi/%: %.c $(BUILD)/mpi/dtrain.a
 	$(PROGRAM) $(INTERNAL) $(TEST_INCLUDES) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
 # Chunks so small that operations have many, messages so small that ints would overflow early.
