@@ -14,31 +14,31 @@
        mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
        nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt   with NVIDIA GPUs
 
-   Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started (ranks that
-   a program has already: dtrain_world_join):
+   Run lines. dtrain_launch forks the ranks, or takes the ranks that a launcher has started; a
+   program whose ranks run already calls dtrain_world_join:
 
        ./a.out
        torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
        srun -n 4 ./a.out          RANK=0 WORLD_SIZE=4 MASTER_ADDR=node0 ./a.out, and so on
        build/dtrain-run --nproc 4 build/train_gpt --steps 20    (restarts, logs, several nodes)
 
-   Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
-   -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
+   The compiler makes kernels for AVX-512, AVX2 and scalars, and the program chooses at run time:
+   -march=native is not needed. Linux; gcc 8, clang 10 or newer.
 
-   A shared object has the implementation in it, or links a dtrain.o that was compiled with -fPIC.
-   dlopen loads it into any program, Python's ctypes too; dlclose comes after dtrain_launch or
-   dtrain_world_leave. With RTLD_LOCAL, several have their own copies; DTRAIN_STATIC hides one.
+   A shared object contains the implementation, or links a dtrain.o compiled with -fPIC. dlopen
+   loads it into any program, Python's ctypes too; call dlclose after dtrain_launch or
+   dtrain_world_leave. RTLD_LOCAL gives each shared object its own copy; DTRAIN_STATIC hides a copy.
 
    ------------------------------------------------------------------------------------------------
-   Contents: the files that this one is joined from, in the order of reading. First the API, in
-   which what authors of backends need comes last; then the implementation, its kernels last.
+   Contents: the source files, in the order of reading. The API comes first and ends with the part
+   for authors of backends; the implementation follows and ends with the kernels.
        src/core/abi.h                       Sizes of structs, for a library that was compiled apart from its program
        src/core/api.h                       Version and linkage
        src/core/result.h                    Results and error sentences
        src/core/log.h                       Log, allocator, clock
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
-       src/world/world.h                    World: which rank this is, of how many, and what ranks tell each other
+       src/world/world.h                    World: this rank, the number of ranks, and small messages between ranks
        src/world/timeline.h                 Timeline
        src/launch/launch.h                  Launch
        src/launch/join.h                    Join: a guest in a program that already runs in parallel
@@ -79,14 +79,14 @@
        src/world/world.c                    World
        src/world/world_internal.h           The world of a rank, and the control page that ranks share
        src/world/abi_internal.h             Descs and infos of programs that were compiled with another dtrain.h, see core/abi.h
-       src/world/timeline_internal.h        The events of a rank as the library records and reads them: see world/timeline.c
+       src/world/timeline_internal.h        The events of a rank, see world/timeline.c
        src/world/abi.c                      Descs and infos of programs that were compiled with another dtrain.h
        src/world/timeline.c                 The timeline: what a rank does when
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: TCP connections between ranks that another launcher has started
        src/world/arena.c                    Shared memory: the region and its arenas
-       src/world/link.c                     The link between ranks of a launcher
-       src/world/rendezvous.c               The rendezvous: how ranks of a launcher meet
+       src/world/link.c                     The link between the ranks of a launcher
+       src/world/rendezvous.c               The rendezvous: how the ranks of a launcher connect
        src/world/page.c                     One host, one control page
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
@@ -100,6 +100,7 @@
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/comm/local.c                     The local transport: shared memory
+       src/comm/circle.c                    Circles: ranks that wait for each other
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/backend.c                   Choosing a communicator
        src/launch/launch.c                  dtrain_launch
@@ -116,17 +117,17 @@
        src/parallel/chunks_internal.h       Where the stages of a pipeline lie
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
-       src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
-       src/strategy/core_view_internal.h    A strategy as optimizers see it, and with them all rooms above
+       src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and their memory
+       src/strategy/core_view_internal.h    A strategy as optimizers and all later rooms see it
        src/strategy/stages.c                Stages: which part of a model a rank of a pipeline axis has
        src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
        src/strategy/memory.c                Memory of a layout
        src/strategy/reduce.c                How gradients become their mean: ready, bucket, steps, finish, publish
-       src/strategy/steps_internal.h        The steps of buckets, for strategy/steps.c, which lists them; and functions that their files
+       src/strategy/steps_internal.h        The steps of buckets, which strategy/steps.c lists, and functions that their files share
        src/strategy/counts.c                Counts: how many samples a step had, and who had which gradients
        src/strategy/norm.c                  The norm of gradients
        src/strategy/missing.c               The end of a step: missing gradients are reported, buffers averaged
-       src/strategy/units.c                 Units come and go: gather, release, and the walk back
+       src/strategy/units.c                 Units: gather, release, and the walk back
        src/strategy/values.c                Whole values: shards that were updated are gathered, a whole parameter is read
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
        src/strategy/ties.c                  The sum over the stages that a weight is tied between
@@ -160,8 +161,8 @@
        src/state/box_internal.h             Boxes: which elements of a tensor a piece has, and what two pieces have in common
        src/state/state_internal.h           The structure of a state, for checkpoints
        src/state/box.c                      Boxes
-       src/state/union.c                    The union of all ranks' lists
-       src/state/checkpoint_internal.h      The tables of checkpoints
+       src/state/pieces.c                   Pieces: which rank saves which part of a tensor, and how the header of a file describes it
+       src/state/checkpoint_internal.h      The structs of checkpoints
        src/state/safetensors_internal.h     safetensors: headers of tensor files, written and read
        src/state/storage_internal.h         Paths, and whole reads and writes over any storage table
        src/state/save.c                     Saving
@@ -174,7 +175,7 @@
        src/state/safetensors.c              safetensors
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
        src/strategy/samples.c               Samples: the weight of a loss
-       src/strategy/samples_internal.h      The weights of losses, which tape and trainer give to a strategy: strategy/samples.c
+       src/strategy/samples_internal.h      The weights of losses, which tape and trainer give to a strategy (strategy/samples.c)
        src/optim/muon.c                     Muon
        src/parallel/schedule.c              Making a schedule
        src/parallel/schedule_internal.h     Functions of a schedule that the runner and the tape use
@@ -233,7 +234,6 @@
        src/device/cpu/launch.c              Launchers of kernels that every program has: element-wise ones, sums, optimizers
        src/device/cpu/launch_gemm.c         Launchers of matrix products, of what follows them, and of Muon, which is made of them
        src/device/cpu/launch_layers.c       Launchers of the kernels of layers
-       src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_convolution.c  Launchers of convolution and pooling
        src/device/cpu/convolution_internal.h What the launchers of convolutions share
        src/device/cpu/launch_winograd.c     Launchers of convolutions of 3 x 3 taps by patches
@@ -262,7 +262,7 @@
        src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
        src/device/cpu/kernels/table.h       The table of one instruction set
 
-   One step of training, and the files of the API that its stations are in:
+   One training step, and the files that declare its functions:
 
        batch                                          train/data.h
        forward: gather, operations, release           strategy/strategy.h, tape/
@@ -270,11 +270,11 @@
        backward: gather, ready, release               tape/tape.h, strategy/strategy.h
          a bucket of gradients is full: reduce        comm/comm.h
        finish: every gradient is the mean             strategy/strategy.h
-       norm, factor that unscales and clips           optim/scaler.h
+       gradient norm, unscaling, clipping             optim/scaler.h
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
-       record                                         train/trainer.h, monitor/metrics.h
-       now and then: save all that must survive       state/state.h, state/checkpoint.h
+       record of the step                             train/trainer.h, monitor/metrics.h
+       every so many steps: save a checkpoint         state/state.h, state/checkpoint.h
 
    ------------------------------------------------------------------------------------------------
    A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -307,76 +307,69 @@
            return 1;
        }
 
-   With the tape the model is its forward function and nothing else: see examples/mlp.c, and
-   examples/gpt.c with the trainer.
+   With the tape, a model is only its forward function: examples/mlp.c; with the trainer:
+   examples/gpt.c.
 
    ------------------------------------------------------------------------------------------------
    Glossary
 
-   rank         one of the processes (or threads) that train together, numbered from 0.
-   world        all ranks of a run; world size = how many.
-   node         the ranks of one host, which reach each other faster than those of other hosts; or
-                a group of ranks that counts as one (dtrain_launch_desc.node_ranks).
-   restart      to start all ranks of a run again after one has failed; progress is a step that the
-                ranks can go on behind, a crash loop is restarts without any.
-   flight record   the last collectives of a rank, kept so that one can see after a failure who was
-                behind, in which call; comm/flight.c.
-   collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
-   DDP          distributed data parallel: every rank has the whole model and a part of the batch.
-   buffer       a parameter that no gradient changes but an operation does: running averages.
-   shard        the part of parameters, gradients or optimizer state that one rank keeps.
-   ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
-                too (ZeRO-3, fully sharded data parallel).
-   gather       to bring a unit's parameters together on every rank; release lets go of them.
-   publish      to bring updated shards to where the next forward pass reads them.
-   parameter    a named tensor of the model; its gradient has the same shape.
-   mesh         ranks in a grid (parallel/mesh.h): along its data axis they have other samples;
-                along its tensor axis they share each layer of one copy of the model, along its
-                pipeline axis that copy's depth, and the samples along both.
-   cut          how the tensor axis may divide a parameter: by rows or by columns (parallel/cut.h).
-   placement    how a tensor of the tape lies over the tensor axis: whole, its columns or its rows
-                cut; operations carry it on.
-   sequence parallelism   the tensor axis divides rows, too, where no layer is shared (norms,
+   rank         one of the processes (or threads) that train together, numbered from 0. The world
+                is all ranks of a run; the world size is their number.
+   node         the ranks of one host, which reach each other faster than other hosts do; or a group
+                of ranks that counts as one node (dtrain_world_options.node_ranks).
+   bucket       gradients laid end to end in memory, which one collective reduces.
+   ready        said of a gradient that this backward pass has finished.
+   shard        the part of the parameters, gradients or optimizer state that one rank keeps.
+   ZeRO, FSDP   strategies that shard the optimizer state (ZeRO-1), the gradients too (ZeRO-2), the
+                parameters too (ZeRO-3, fully sharded data parallel).
+   unit         parameters that are used together, for example a transformer block. Sharded
+                strategies gather and release one unit at a time.
+   gather       to bring the parameters of a unit together on every rank; release frees them.
+   publish      to copy updated shards to where the next forward pass reads them.
+   buffer       a parameter without a gradient that an operation updates: a running average.
+   micro-batch  the samples of one forward and backward pass; a step can accumulate several.
+   mesh         the ranks as a grid (parallel/mesh.h). Ranks along the data axis have different
+                samples. Ranks along the tensor axis share each layer of one model, ranks along the
+                pipeline axis share its depth; both have the same samples.
+   cut          how the tensor axis divides a parameter: by rows or by columns (parallel/cut.h).
+   placement    how the tensor axis divides a tensor of the tape: whole, by columns or by rows.
+                Operations pass it on.
+   sequence parallelism   the tensor axis also divides rows where no layer is shared (norms,
                 residual connections): less memory, the same bytes sent.
-   stage        what a rank of the mesh's pipeline axis has of the model: units that follow each
-                other; a rank may have several, its chunks (parallel/pipeline.h).
-   schedule     the order in which ranks run forward and backward of stages and micro-batches, and
-                send between them (of learning rates: dtrain_schedule_lr).
-   bubble       the time in which a rank waits for other stages.
-   remote       an operation or tensor of another stage: it has a shape, and no memory or work.
-   unit         a group of parameters used together, a transformer block say: the grain in which
-                sharded strategies gather and free parameters.
-   bucket       a run of gradients, laid end to end, that is reduced by one collective.
-   ready        a gradient to which this backward adds nothing more.
-   micro-batch  the samples of one forward and backward; a step may accumulate several.
-   tape         the record of the forward pass that backward walks in reverse.
-   arena        the memory of a forward pass, laid out the same way every step.
+   stage        consecutive units of the model on one rank of the pipeline axis; a rank can have
+                several stages, its chunks (parallel/pipeline.h).
+   schedule     the order in which ranks run forward and backward passes of stages and micro-batches
+                and send between them. (Of learning rates: dtrain_schedule_lr.)
+   remote       said of an operation or tensor of another rank's stage: a shape without memory.
+   tape         the record of the forward pass, which backward walks in reverse.
+   arena        the memory of a forward pass, laid out the same way in every step.
    autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
-   checkpoint   everything of a run that must survive it, on the disk (state/checkpoint.h); to
-                resume is to go on from one, to reshard is to do so on other ranks.
-   compression  to send less than a gradient; what is left out stays in the residual.
-   residual     what this rank has not sent yet; error feedback adds it to the next gradient.
-   loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see optim/scaler.h.
-   recompute    to drop a unit's activations and compute them again in backward; other libraries
-                call it activation checkpointing.
+   recompute    to drop a unit's activations and compute them again in backward; also called
+                activation checkpointing.
+   checkpoint   the files from which a run resumes, on the same ranks or, resharded, on others
+                (state/checkpoint.h).
+   residual     the part of a gradient that compression has not sent yet; error feedback adds it to
+                the next gradient.
+   flight record   the last collectives of a rank, kept for after a failure: which rank was late,
+                in which call (comm/flight.c).
 
-   Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
-   first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
-   one order on every rank, whatever the order in which gradients become ready:
+   Two ranks, two buckets; time runs to the right. Backward computes the gradients of the last
+   parameters first, so their all-reduce runs while earlier layers still compute. All ranks launch
+   buckets in this order, whatever the order in which gradients become ready:
 
        rank 0   forward | backward p6 | p5 p4      | p3 .. p0      | finish | optimizer
        rank 1   forward  | backward p6 | p5 p4      | p3 .. p0     | finish | optimizer
        comm                              [ p6 ]      [ p5 p4 ] ...   [ p3 .. p0 ]
 
-   A bucket in memory, each gradient starting on a cache line. A rank owns one slice of every
-   bucket: it sums this slice over all ranks, in rank order, and writes the mean to all of them:
+   A bucket in memory; each gradient starts on a cache line. A rank owns one slice of every bucket:
+   it sums this slice over all ranks, in rank order, and writes the mean to all ranks:
 
        rank 0's bucket  | p5 .......... pad | p4 ........ pad |
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
        rank 1's bucket  | p5 .......... pad | p4 ........ pad |
 
-   A sharded unit: each rank keeps a shard; gather lays the shards end to end in one of two slots,
-   reduce-scatter brings each rank the mean of its shard, which its optimizer updates:
+   A sharded unit: each rank keeps a shard. Gather lays the shards end to end in one of two slots;
+   reduce-scatter brings each rank the mean gradient of its shard, which its optimizer updates:
 
        kept by rank      0: | shard 0 |    1: | shard 1 |    2: | shard 2 |
        in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
@@ -384,114 +377,113 @@
    ------------------------------------------------------------------------------------------------
    Configuration
 
-   Compile time, in the file with DTRAIN_IMPLEMENTATION (none changes a public struct or prototype):
+   At compile time, in the file with DTRAIN_IMPLEMENTATION (no public struct or prototype changes):
        DTRAIN_STATIC       all functions are static: a private copy
        DTRAIN_API          the linkage of public functions, if you want your own
        DTRAIN_USE_CBLAS    fp32 GEMM through cblas_sgemm
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
-       DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
-                           (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
+       DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; link dtrain_cuda.cu, which calls
+                           dtrain.h and therefore excludes DTRAIN_STATIC
        DTRAIN_CORE         only ring 1 of the four below
-       DTRAIN_OMIT_STATE   everything but ring 2; also DTRAIN_OMIT_MODELS (3), DTRAIN_OMIT_MONITOR
-                           (4), in any combination
-       DTRAIN_NATIVE       on x86 only the kernels of the instruction set that -march names, for who
-                           compiles often: two thirds of the time; for machines that have it
-       DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)
+       DTRAIN_OMIT_STATE   leaves ring 2 out; DTRAIN_OMIT_MODELS leaves out ring 3,
+                           DTRAIN_OMIT_MONITOR ring 4; any combination works
+       DTRAIN_NATIVE       on x86 only the kernels of -march's instruction set: two thirds of the
+                           compile time, for machines that have this instruction set
+       DTRAIN_NO_SIMD      scalar kernels (slow; a reference)
 
    dtrain.h is four rings. A program without a ring compiles faster; the header still declares the
-   functions of that ring, and the linker names those that the program calls:
-       1 core      world, launch, communicator, mesh, strategies, optimizers but Muon, and their CPU
-                   kernels: for programs with their own arrays and backward
-       2 state     what must survive a run, checkpoints, import and export
-       3 models    tape, operations and their CPU kernels (products of matrices among them), Muon,
-                   pipelines' runner, data, trainer
-       4 monitor   metrics for terminal, JSON, TensorBoard, sinks as tools/prometheus.h; traces
-   A CPU kernel of a ring that is left out returns DTRAIN_ERROR_UNSUPPORTED. So do an optimizer with
-   Muon without ring 3, and a rank without ring 4 whose launch asks for a trace.
+   functions of that ring, and the linker names each one that the program calls:
+       1 core      world, launch, communicator, mesh, strategies, optimizers except Muon, and their
+                   CPU kernels: for programs with their own arrays and backward
+       2 state     state of a run, checkpoints, import and export
+       3 models    tape, operations, their CPU kernels (matrix products too), Muon, runner of
+                   pipelines, data, trainer
+       4 monitor   metrics for terminal, JSON, TensorBoard and sinks like tools/prometheus.h; traces
+   A CPU kernel of a missing ring returns DTRAIN_ERROR_UNSUPPORTED, as do Muon without ring 3 and a
+   trace without ring 4.
 
-   Run time: the desc structs. In set-up descs zero means the default written beside the field; in
-   hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
-   slow links on one machine, to measure or to learn with: tools/emulated_links.h. A run that fails
-   or hangs can leave what each rank called last: dtrain_launch_desc.flight_directory, or
-   DTRAIN_FLIGHT_DIRECTORY in the environment; build/flight (tools/flight) reads it.
+   At run time: the desc structs. In set-up descs zero means the default written beside the field;
+   hyper-parameter descs (optimizer, loss scaler) come from a *_defaults() function.
+   tools/emulated_links.h emulates slow links on one machine. A run that fails or hangs writes the
+   last calls of each rank to dtrain_world_options.flight_directory, or to the environment's
+   DTRAIN_FLIGHT_DIRECTORY; build/flight (tools/flight) reads them.
 
    ------------------------------------------------------------------------------------------------
    Promises (each has a test)
 
-   Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
-                      to rounding: also where shards or micro-batches differ in size, in how many
-                      targets are ignored, or a rank's data ends earlier (dtrain_strategy_weight,
+   Same mathematics   N ranks on N shards of a batch give the gradients of one rank on the whole
+                      batch, to rounding: also where shards or micro-batches differ in size or in
+                      ignored targets, and where a rank's data ends early (dtrain_strategy_weight,
                       dtrain_strategy_join).
    Same bits          run after run, for any bucket size, with or without overlap, for any number
                       of threads, with gradients in buckets or copied; from any compiler, dialect
                       and -O (on one instruction set, without -ffast-math); and under DDP, ZERO1,
                       SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD and hierarchical
-                      add node by node). With several micro-batches there are two orders of adding
-                      up: DDP and ZERO1 sum each rank's micro-batches first, kinds that shard
-                      gradients the ranks of each micro-batch first; DTRAIN_ACCUMULATION_LAST makes
-                      all do as DDP.
-                      With clipping, kinds add up the norm in different orders, in double: it is
-                      the same float but in rare cases (about one step in 10^8). GPU kernels use no
-                      floating atomics; NCCL's sums alone depend on its choice of algorithm.
-   Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
-                      taken in parts there. A pipeline axis gives the bits of one rank that
+                      add node by node). With several micro-batches there are two orders of adding:
+                      DDP and ZERO1 first sum the micro-batches of each rank, kinds that shard
+                      gradients first sum the ranks of each micro-batch; DTRAIN_ACCUMULATION_LAST
+                      makes all kinds add like DDP. With clipping, kinds add the norm in different
+                      orders, in double: the float differs in about one step in 10^8. GPU kernels
+                      use no floating-point atomics; only NCCL's sums depend on its algorithm.
+   Any layout         a tensor axis gives the losses of one rank to rounding: it takes sums over
+                      features in parts. A pipeline axis gives the bits of one rank that
                       accumulates the same micro-batches, under every schedule; with a weight tied
-                      across stages, to rounding. Initial values and dropout masks are drawn by
-                      place in the whole, and are the same bits for any number of ranks.
-   Whatever ranks do  they may differ in which gradients they have and in whose memory, in the order
-                      in which they become ready, in the units that backward comes to: the result
-                      is right, or all ranks get an error.
+                      across stages, to rounding. Initial values and dropout masks depend on the
+                      place in the whole tensor: any number of ranks draws the same bits.
+   Whatever ranks do  ranks can differ in which gradients they have, in memory, in the order in
+                      which gradients become ready and in the units that backward visits: the
+                      result is right, or all ranks get an error.
    Memory             of parameters, gradients and optimizer state follows the table in
                       strategy/strategy.h, and is known before anything is allocated.
-   No surprises       never exits, aborts, writes to stdout or installs signal handlers (but those
-                      that catch_signals asks for). Every call that can fail returns a
+   No surprises       the library never exits, aborts, writes to stdout or installs signal handlers
+                      (catch_signals asks for them). Every call that can fail returns a
                       dtrain_result and leaves a sentence in dtrain_last_error(). (A forked rank
                       ends by _exit after rank_main.) Local ranks read each other's large messages:
-                      where yama guards memory, each allows that to the processes of its launcher
+                      where yama guards memory, each rank allows its launcher's processes to
                       (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
-                      becomes an error with its name on every other rank; a failed communicator
-                      stays failed. Ranks that wait for each other, each in another call, hear so at
-                      the deadline; over NCCL they hear only who is late.
+                      becomes an error that names it on every other rank; a failed communicator
+                      stays failed. Ranks that wait for each other in different calls learn so at
+                      the deadline; over NCCL they learn only which rank is late.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
-   Exact resume       N steps, save, load, M steps have the bits of N + M steps, in as many ranks;
-                      values and optimizer state also under any others.
-   Nothing half       what has a manifest is a whole checkpoint. A crash, a full disk or a loss of
-                      power while saving leaves those that were there.
-   Steady state       after the first step nothing is allocated, but by a save, and all addresses
-                      repeat.
-   Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N; where the
-                      samples of ranks or micro-batches differ in number, once more, to be the mean
+   Exact resume       N steps, save, load, M steps give the bits of N + M steps on as many ranks;
+                      values and optimizer state also on any other number.
+   Nothing half       a directory with a manifest is a whole checkpoint. A crash, a full disk or a
+                      loss of power during a save leaves the earlier checkpoints intact.
+   Steady state       after the first step only a save allocates, and all addresses repeat.
+   Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N; where ranks
+                      or micro-batches have different numbers of samples, once more, for the mean
                       over samples.
    Finite checks      look at exponent bits: -ffast-math does not disable them.
 
    Threads: a world and everything made from it belong to the thread of its rank.
-   dtrain_last_error is per thread. Ownership: who creates destroys; destroy functions accept NULL.
+   dtrain_last_error is per thread. Ownership: the creator destroys; destroy functions accept NULL.
 
    ------------------------------------------------------------------------------------------------
    Limits
 
-   Ranks are processes or threads started by dtrain_launch, by another launcher, or by a program
-   that joins (dtrain_world_join). The local communicator connects ranks of one host; several hosts
-   need MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
+   Ranks are processes or threads that dtrain_launch or another launcher starts, or that a program
+   brings (dtrain_world_join); at most DTRAIN_MAX_RANKS. The local communicator connects the ranks
+   of one host; several hosts need MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
+   Asynchronous collectives of the local communicator advance only inside dtrain calls.
 
-   Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
-   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either, and a
-   program with a backward pass may have its arrays in either, or everything in fp64
-   (dtrain_param.dtype). At most
-   DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
-   calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
-   that are marked. The pipeline axis is for DDP and ZERO1, without recorded steps (graph) and
-   without gradients of inputs; the loss calls the same operations, of the same shapes, in each
-   micro-batch, and an error of next_batch there fails the step on all ranks. Calls of the library
-   take at most 40 KiB of the stack: 64 KiB are enough for a rank whose own functions are modest.
-   The C library takes more where it looks up a host's name.
-   dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
-   The file must keep its name: it includes itself to compile its kernels for several
-   instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
-   are refused when ranks meet; nothing is encrypted, and a rank that writes into another's memory
-   is not defended against. */
+   Stored parameters, gradients and optimizer state are fp32; activations are fp32 or, under
+   autocast, bf16 or fp16; gathered parameters and gradients can travel as bf16 or fp16. A program
+   with its own backward can keep its arrays in bf16 or fp16, or everything in fp64
+   (dtrain_param.dtype).
+
+   The tensor axis of a mesh divides layers of the tape and marked parameters. The pipeline axis
+   needs DDP or ZERO1, and has no recorded steps (graph) and no gradients of inputs; the loss calls
+   the same operations with the same shapes in each micro-batch, and an error of next_batch fails
+   the step on all ranks.
+
+   Library calls take at most 40 KiB of stack: 64 KiB are enough for a rank with modest functions.
+   The C library takes more to look up a host name. The file keeps its name: it includes itself to
+   compile kernels for several instruction sets. dtrain_cuda.cu and dtrain_nccl.h have been emulated
+   and compiled, and not yet run on a GPU. Ranks trust each other and their network: meeting refuses
+   strangers and a wrong DTRAIN_JOB_KEY, nothing is encrypted, and nothing defends against a rank
+   that writes into another rank's memory. */
 
 #if !defined(DTRAIN_H) && !defined(DTRAIN__ISA)
 #define DTRAIN_H
@@ -567,9 +559,10 @@ extern "C" {
 
 /* clang-format off */
 #define DTRAIN_ABI_LIST(GROWS, FIXED) \
-    GROWS(launch_desc, abi, 200) GROWS(join_desc, abi, 200) GROWS(launch_info, restart_count, 28) \
-    GROWS(launch_place, restart_count, 20) GROWS(world_info, comm_given, 72) \
-    GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
+    GROWS(launch_desc, options, 200) GROWS(join_desc, options, 192) \
+    GROWS(launch_info, restart_count, 28) GROWS(launch_place, restart_count, 20) \
+    GROWS(world_info, comm_given, 72) GROWS(mesh_desc, rank, 32) \
+    GROWS(mesh_info, sequence_parallel, 33) \
     GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
     GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
     GROWS(state_desc, comm, 80) GROWS(checkpoint_desc, state, 48) \
@@ -820,7 +813,7 @@ DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, con
 
 /* ==== src/world/world.h ======================================================================= */
 
-/* World: which rank this is, of how many, and what ranks tell each other
+/* World: this rank, the number of ranks, and small messages between ranks
  *
  * dtrain_launch (launch/launch.h) makes a world for each rank and ends it. */
 
@@ -830,21 +823,45 @@ typedef struct dtrain_comm_ops dtrain_comm_ops;
 
 #define DTRAIN_MAX_RANKS 256
 
-/* A trace: what every rank does when, in the Trace Event Format, for ui.perfetto.dev or
- * chrome://tracing. Rank r writes its own file, with ".rank<r>" before the extension of path:
- * passes, units and operations by name, waits, the update, checkpoints, and every collective with
- * its bytes and the bucket that asked for it. build/trace brings the files of all ranks together.
- * What is seen of a device that queues its work, a GPU, is when the host queued it.
+/* A trace of what every rank does, in the Trace Event Format, for ui.perfetto.dev or
+ * chrome://tracing. Rank r writes a file with ".rank<r>" before the extension of path: passes,
+ * units and operations by name, waits, the update, checkpoints, and every collective with its bytes
+ * and its bucket. build/trace merges the files of all ranks. A GPU's work is shown at the time when
+ * the host queued it.
  *
- * Memory is taken at the start and files are written between steps; a file that cannot be created
- * is an error of the rank, and one that later cannot be written a warning: training continues. */
+ * Memory is allocated at the start, and files are written between steps. A file that cannot be
+ * created is an error; after a failed write there is a warning, and training continues. */
 typedef struct dtrain_trace_desc {
     const char *path;     /* NULL = no trace */
     uint64_t first_step;  /* first step of a trainer to trace, from 1; 0 = from the start */
-    uint64_t step_count;  /* how many steps to trace; 0 = all */
-    uint64_t file_bytes;  /* size at which a rank's file ends; 0 = 256 MiB */
-    uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
+    uint64_t step_count;  /* number of steps to trace; 0 = all */
+    uint64_t file_bytes;  /* limit of a rank's file; 0 = 256 MiB */
+    uint32_t event_count; /* events kept in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
+
+/* Settings of a world that few programs change, for dtrain_launch and dtrain_world_join. Zero means
+ * default. */
+typedef struct dtrain_world_options {
+    dtrain_log_fn log; /* NULL = stderr; a guest then logs nothing */
+    void *log_user;
+    dtrain_allocator allocator; /* zeros = malloc and free */
+    size_t reserve_bytes;  /* shared address space per rank, committed only when touched; 0 = the
+                              machine's memory */
+    uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
+                              go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
+                              batches keep to. 0 = none. Not in it: the process itself and scratch
+                              of kernels */
+    const char *flight_directory; /* of dumps, see Dumps in launch/launch.h; NULL =
+                                     DTRAIN_FLIGHT_DIRECTORY of the environment, and without that,
+                                     or in a guest, there are none */
+    dtrain_trace_desc trace;      /* all zero = none */
+    uint32_t log_level;           /* dtrain_log_level */
+    uint32_t math;                /* dtrain_math, for the device */
+    uint32_t node_ranks; /* consecutive ranks that count as a host: a program on one machine does
+                            what it would do on several. Divides the number of ranks; 0 = a host is
+                            a host */
+    bool tune;           /* see dtrain_device_desc */
+} dtrain_world_options;
 
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
@@ -855,55 +872,52 @@ DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 /* Return the communicator of all ranks, which the world owns. */
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
 /* A rank's place in the world, and the settings of its launch with defaults filled in. With
- * dtrain_launch_desc.node_ranks such a node counts as a host. */
+ * dtrain_world_options.node_ranks, a node counts as a host. */
 typedef struct dtrain_world_info {
     int rank, size;
-    int local_rank,
-        local_size;       /* among the ranks of this host: which GPU is its own, of how many */
+    int local_rank, local_size; /* rank among the ranks of this host, which chooses its GPU; their
+                                   number */
     int node, node_count; /* number of this host, in the order of lowest ranks; number of hosts */
     uint32_t threads;     /* compute threads of this rank */
     uint32_t timeout_ms;  /* deadline of every wait for other ranks */
     dtrain_allocator allocator;
-    uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
-                               is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
-    bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
+    uint32_t restart_count; /* restarts of this run by dtrain_launch and by the launcher around it
+                               (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
+    bool stop_requested;    /* true if a signal has asked this rank to stop: see Signals in
                                launch/launch.h */
-    bool guest;             /* dtrain_world_join made this world */
-    const void *comm_given; /* for comm_ops.create: of dtrain_join_desc; NULL later */
+    bool guest;             /* true if dtrain_world_join made this world */
+    const void *comm_given; /* dtrain_join_desc.comm_given, for comm_ops.create; NULL later */
 } dtrain_world_info;
 
-/* Fill info with this rank's place and settings; with zeros when world is NULL. Local and cheap
+/* Fill info with this rank's place and settings, or with zeros if world is NULL. Local and cheap
  * enough for every step. */
 DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
 
 /* Gather small records from all ranks: all (size * bytes) receives every rank's `mine` (bytes), in
- * rank order. Collective and blocking, at most until the deadline; every rank passes the same
- * bytes, at most DTRAIN_WORLD_ALL_GATHER_BYTES; 0 is a barrier. It is meant for ids, addresses and
- * verdicts, and needs neither a communicator nor a device. When another rank has failed, the result
- * is DTRAIN_ERROR_PEER; when the gathering itself fails, all ranks fail as by
- * dtrain_world_abort. */
+ * rank order. Collective; blocks at most until the deadline. Every rank passes the same bytes, at
+ * most DTRAIN_WORLD_ALL_GATHER_BYTES; 0 makes a barrier. The call is meant for ids, addresses and
+ * outcomes, and needs neither a communicator nor a device. It returns DTRAIN_ERROR_PEER if another
+ * rank has failed. If the gathering itself fails, all ranks fail as after dtrain_world_abort. */
 DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
                                                  size_t bytes, void *all);
 
-/* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
- * failure that the others cannot see, such as a lost device or a library's error. The first abort
- * of a run counts, later ones are dropped. Never blocks. */
+/* End the waits of all ranks, including this rank, with DTRAIN_ERROR_PEER and this text: for a
+ * failure that other ranks cannot see, such as a lost device or a library's error. The first abort
+ * of a run counts, later aborts are ignored. Never blocks. */
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
 
-/* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
- * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
- * counts as gone two seconds later: an operation that it took part in may still be finishing on
- * this rank. */
+/* Check, without blocking, whether a rank has died, left or aborted: then return DTRAIN_ERROR_PEER
+ * with the sentence. Cheap enough for a polling loop. A rank that returned 0 counts as gone two
+ * seconds later: this rank can still be finishing their last operation. */
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 
-/* Tell the launcher that a later attempt can continue after this step, so that failures from now on
- * are not counted with earlier ones: checkpoints call it when one is published. A run whose steps
- * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step counts. dtrain-run hears of it
- * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
- * done with it. */
+/* Tell the launcher that a later attempt can continue after this step, so that the count of
+ * restarts in a row begins again at 0; publishing a checkpoint does this. A run that makes no
+ * further progress after restarts is a crash loop. Local and cheap; any thread of any rank may
+ * call it, and the highest step counts. dtrain-run reads it through DTRAIN_PROGRESS_FILE. Without
+ * desc.restarts, or under another launcher, the call has no effect. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 
 /* Send one formatted line to the log. */
@@ -918,8 +932,8 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
 /* Timeline
  *
  * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
- * and closes spans where it works, and a program can add its own. Each is of a kind, and the time
- * of a kind is what was spent in spans of that kind and not in one inside of them:
+ * and closes spans, and a program can add its own. Each span has a kind. The time of a kind is the
+ * time spent in its spans, without the spans inside them:
  *
  *     step         |---------------------------------------------------------|
  *     other, data  |-|--data--|                                              |
@@ -929,12 +943,12 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
  *     optimizer                                                |-------------|
  *
  * So the kinds divide the time of a rank: their sum is the time since the world was made. The
- * trainer makes its figures of a step from them, and a trace shows each span. A span costs 0.16 us,
- * half of it for two readings of the clock; nothing is allocated. */
+ * trainer computes a step's figures from them, and a trace shows each span. A span costs 0.16 us,
+ * half of it for two readings of the clock, and allocates nothing. */
 
 typedef enum dtrain_span_kind {
-    DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
-    DTRAIN_SPAN_DATA = 1,       /* the trainer waits for next_batch */
+    DTRAIN_SPAN_OTHER = 0,      /* no span: the program's own time */
+    DTRAIN_SPAN_DATA = 1,       /* the trainer's wait for next_batch */
     DTRAIN_SPAN_FORWARD = 2,    /* the trainer's call of loss */
     DTRAIN_SPAN_BACKWARD = 3,   /* dtrain_tape_backward, dtrain_strategy_finish */
     DTRAIN_SPAN_COMM = 4,       /* calls of communicators: exposed communication */
@@ -943,11 +957,11 @@ typedef enum dtrain_span_kind {
     DTRAIN_SPAN_KINDS = 7
 } dtrain_span_kind;
 
-/* Open a span of the program inside of the one that is open now: for its own forward or backward,
- * or for a phase that should have a name in a trace. `name` must live until the span is
- * closed. Only the thread that runs rank_main may call it. */
+/* Open a span of the program inside the span that is open now: for the program's forward or
+ * backward, or to name a phase in a trace. `name` must live until the span is closed. Only the
+ * thread that runs rank_main may call this function. */
 DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
-/* Close the innermost span that is open; with none, do nothing. */
+/* Close the innermost open span; do nothing if none is open. */
 DTRAIN_API void dtrain_span_end(dtrain_world *world);
 
 /* ==== src/launch/launch.h ===================================================================== */
@@ -1017,42 +1031,25 @@ typedef struct dtrain_launch_desc {
     uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / local ranks, at least 1 */
     uint32_t timeout_ms;       /* deadline of every wait for other ranks; 0 = 600000 */
     uint32_t grace_ms;         /* after the first failure the others get this long; 0 = 5000 */
-    uint32_t log_level;        /* dtrain_log_level */
-    size_t reserve_bytes;      /* shared address space per rank, committed only when touched;
-                                    0 = the machine's memory */
-    dtrain_log_fn log;         /* NULL = stderr */
-    void *log_user;
-    dtrain_allocator allocator;             /* zeros = malloc and free */
     const dtrain_device_ops *device_ops;    /* NULL = CPU */
     const struct dtrain_comm_ops *comm_ops; /* of the world's communicator; NULL = local, and with a
                                                GPU local through host memory */
-    uint32_t math;                          /* dtrain_math, for the device */
     uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
-    bool tune;                              /* see dtrain_device_desc */
-    uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
-                              go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
-                              batches keep to. 0 = none. Not in it: the process itself and scratch
-                              of kernels */
-    uint32_t node_ranks;   /* consecutive ranks that count as a host: a program on one machine
-                            does what it would do on several. Divides the number of ranks; 0 = a
-                            host is a host */
     uint32_t restarts; /* how often in a row the run is started again after a failure, if it makes
                             no progress; see Restarts. 0 = never */
     uint32_t
         backoff_ms;     /* before a restart; doubled for each in a row, at most 64-fold; 0 = 1000 */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
                             them: see Signals; SIGUSR2 asks for a dump */
-    const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
-                                     environment, and without that there are none */
-    dtrain_trace_desc trace;      /* all zero = none */
-    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
+    uint32_t join_ms;   /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
-    uint64_t job;     /* hash of what the program trains on and how, where the launcher has no name
+    uint64_t job; /* hash of what the program trains on and how, where the launcher has no name
                          for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
                          port, ranks with another hash are turned away for as long as the right one
                          may still come (ten seconds). 0 = nothing tells such jobs apart */
     const dtrain_abi *abi; /* &dtrain_header_abi, required where dtrain is a library compiled apart
                               (core/abi.h); NULL = program and library are compiled together */
+    dtrain_world_options options;
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -1169,18 +1166,8 @@ typedef struct dtrain_join_desc {
     const struct dtrain_comm_ops *comm_ops; /* NULL = local; MPI over several hosts; with a GPU
                                                local through host memory */
     const void *comm_given; /* for comm_ops: MPI_Comm *, or dtrain_nccl_given *; read by the join */
-    dtrain_log_fn log;      /* NULL = nothing is logged */
-    void *log_user;
-    uint32_t log_level; /* dtrain_log_level */
-    dtrain_allocator allocator;
-    size_t reserve_bytes;         /* these and the next as in dtrain_launch_desc */
-    uint64_t memory_limit;        /* bytes */
-    uint32_t math;                /* dtrain_math */
-    uint32_t node_ranks;          /* consecutive members that count as a host */
-    bool tune;                    /* see dtrain_device_desc */
-    const char *flight_directory; /* NULL = no dumps */
-    dtrain_trace_desc trace;
-    const dtrain_abi *abi; /* as in dtrain_launch_desc */
+    const dtrain_abi *abi;  /* as in dtrain_launch_desc */
+    dtrain_world_options options;
 } dtrain_join_desc;
 
 /* Make a world of the members that call it, this one included. Collective: it blocks in all_gather
@@ -1310,7 +1297,7 @@ typedef struct dtrain_comm_info {
     uint64_t operation_count; /* started */
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
-    uint64_t node_bytes;      /* of it, to other nodes, with dtrain_launch_desc.node_ranks */
+    uint64_t node_bytes;      /* of it, to other nodes, with dtrain_world_options.node_ranks */
     uint64_t staged_bytes;    /* of extra copies: buffers that are not from
                                  dtrain_comm_alloc, and device memory without NCCL */
     double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
@@ -1394,8 +1381,8 @@ typedef struct dtrain_mesh_info {
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
     bool sequence_parallel;
 } dtrain_mesh_info;
-/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place
- * is tensor_rank + tensor * (data_rank + data * pipeline_rank). */
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. The rank at a place is
+ * tensor_rank + tensor * (data_rank + data * pipeline_rank). */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
 /* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
  * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
@@ -1450,8 +1437,8 @@ typedef struct dtrain_cut {
  *
  * A pipeline cuts a model along its depth into stages, which lie on the ranks of a mesh's pipeline
  * axis, and a batch into micro-batches, which follow each other through them. A schedule says what
- * each rank does, one action after the other; the library makes and runs it.
- * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
+ * each rank does, one action after the other; the library makes and runs it. 1F1B on 2 ranks with 3
+ * micro-batches (F forward, B backward of a micro-batch, . idle):
  *
  *     rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
  *     rank 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
@@ -1480,8 +1467,8 @@ typedef enum dtrain_pipeline_kind {
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
  * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
- * model and one micro-batch after the other, it changes nothing.
- * A message between two stages has at most 16 tensors. */
+ * model and one micro-batch after the other, it changes nothing. A message between two stages has
+ * at most 16 tensors. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED */
@@ -1968,10 +1955,10 @@ typedef struct dtrain_memory {
 } dtrain_memory;
 
 /* Count params, grads, buffers and optimizer (desc->optimizer_states and group_states, without
- * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size
- * 0 counts as rank_count. With desc->mesh, which may be one without a world, rank_count is its
- * number of ranks, and params are completed as its rank has them. Local: it needs no world, and
- * completes count and shape of params in place. */
+ * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size 0
+ * counts as rank_count. With desc->mesh, which may be one without a world, rank_count is its number
+ * of ranks, and params are completed as its rank has them. Local: it needs no world, and completes
+ * count and shape of params in place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);
@@ -3557,8 +3544,8 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
  * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook. PyTorch's DDP
- * has hooks too. The built-in one, top-k (topk.c), is made of the same; examples/sign_sgd.c
- * and examples/power_sgd.c are complete programs. A hook has one or two rounds; the library calls
+ * has hooks too. The built-in one, top-k (topk.c), is made of the same; examples/sign_sgd.c and
+ * examples/power_sgd.c are complete programs. A hook has one or two rounds; the library calls
  *
  *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory
  *     compress     when the gradients of the bucket are final; and at once
@@ -5660,44 +5647,43 @@ DTRAIN__COLD
 
 /* World
  *
- * Three roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
- * start; or others have started them, and they first have to find each other:
+ * There are three ways to a world. Ranks that dtrain_launch forks share memory from the start.
+ * Ranks that something else has started must first find each other:
  *
  *     forked    launch/launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
  *     joined    launch/environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed
  *               hash --> link.c: control pages in step --> page.c: on one host, shared region
  *     guests    launch/join.c: the host's all-gather --> page.c
  *
- * In all, launch/rank.c makes a rank's world and ends it.
+ * In each case launch/rank.c makes and ends a rank's world.
  *
- * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
- * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
- * it at the same address, so pointers into it can be handed around:
+ * Forked ranks share only one anonymous mapping, made before the first fork. It has no name, so
+ * nothing can be left over and /dev/shm's size does not matter. Every rank sees it at the same
+ * address, so ranks can exchange pointers into it:
  *
  *     | control: first failure, how each rank ended | arena of rank 0 | ... | arena of rank N-1 |
  *
- * Pages are committed when touched. Each rank hands out its own arena and keeps the book in private
- * memory: no lock is shared, so no rank can die holding one.
+ * Pages are committed when touched. Each rank allocates from its own arena and keeps the list of
+ * allocations in private memory: no lock is shared, so no rank can die while it holds one.
  *
- * The launcher installs no signal handler (a rank does if it is asked to: signals.c). It blocks
- * SIGCHLD and the signals it forwards and sleeps in sigtimedwait; a rank's death is in the control
- * page some 100 us after it happened, where the waiting ranks see it. Invariant: whatever happens,
- * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
- * started again (launch/restart.c). */
+ * The launcher installs no signal handler (ranks do with catch_signals, see signals.c). It blocks
+ * SIGCHLD and the signals that it forwards, and sleeps in sigtimedwait. Some 100 us after a rank
+ * died, the control page has its exit record, and waiting ranks see it. Invariant: every rank that
+ * was started has been reaped before dtrain_launch returns or starts ranks again
+ * (launch/restart.c). */
 
 /* ==== src/world/world_internal.h ============================================================== */
 
 /* The world of a rank, and the control page that ranks share
  *
- * Every rank has a dtrain_world. It points to the control page, in which ranks publish how each of
- * them ended, who aborted, and what each contributes to an all-gather. A wait for another rank
- * reads that page from time to time:
+ * Every rank has a dtrain_world. It points to the control page, where ranks publish their exits,
+ * aborts and records of all-gathers. A wait for another rank polls that page:
  *
  *     dtrain__wait_turn --(every 32nd)--> dtrain__wait_poll --> link, if any --> control page
  *                                                 |
  *                                                 +--> PEER, with a sentence; TIMEOUT; or OK
  *
- * After the page come the arenas, one per rank, from which shared memory is handed out. */
+ * The arenas follow the page, one per rank: shared memory is allocated from them. */
 
 /* ==== src/world/abi_internal.h ================================================================ */
 
@@ -5709,8 +5695,8 @@ typedef enum dtrain__abi_entry {
     DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS, DTRAIN__ABI_FIXED) DTRAIN__ABI_COUNT
 } dtrain__abi_entry;
 
-/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. A program
- * that is compiled together with the library has no other structs. */
+/* Replace the program's desc (NULL is allowed) by a copy that has this library's size. A program
+ * compiled together with the library has the same structs: no copy is needed. */
 #ifdef DTRAIN_SHARED
 #define DTRAIN__TAKE(abi, name, desc)                                          \
     dtrain_##name own_##name;                                                  \
@@ -5732,81 +5718,80 @@ DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which
 
 /* ==== src/world/timeline_internal.h =========================================================== */
 
-/* The events of a rank as the library records and reads them: see world/timeline.c. */
+/* The events of a rank, see world/timeline.c. */
 
-#define DTRAIN__SPAN_DEPTH 32u /* deeper spans count to the span that they are in */
+#define DTRAIN__SPAN_DEPTH 32u /* a deeper span counts to the span around it */
 #define DTRAIN__UNNUMBERED INT64_MIN
 #define DTRAIN__NO_SPAN UINT32_MAX
-#define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48, the rest */
-#define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; without a trace, all of the ring */
-#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name, its 0 included */
-#define DTRAIN__TRACE_LANES 32u     /* tracks for calls that are in flight at once */
-#define DTRAIN__TRACE_TRACKS 128u   /* numbers of tracks are smaller */
+#define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48 and the rest */
+#define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; the ring's room without a trace */
+#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name with its 0 */
+#define DTRAIN__TRACE_LANES 32u     /* tracks for concurrent calls */
+#define DTRAIN__TRACE_TRACKS 128u   /* limit of track numbers */
 
-/* Rows of a rank in a trace. Events of one row lie inside of each other or apart. */
+/* Rows of a rank in a trace. Events of one row nest or do not overlap. */
 enum {
     DTRAIN__TRACK_RANK = 1,    /* spans of the thread of rank_main */
-    DTRAIN__TRACK_CALL = 2,    /* collectives and messages: the first of the lanes */
-    DTRAIN__TRACK_TENSOR = 26, /* of them, those of a mesh's tensor axis */
+    DTRAIN__TRACK_CALL = 2,    /* first lane of collectives and messages */
+    DTRAIN__TRACK_TENSOR = 26, /* first lane of a mesh's tensor axis */
     DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_CALL + DTRAIN__TRACE_LANES, /* the writing thread */
-    DTRAIN__TRACK_READ /* batches that are read ahead: a row for each place of the ring */
+    DTRAIN__TRACK_READ /* batches read ahead: one row for each place of the loader's ring */
 };
 
 enum { DTRAIN__CALL_QUEUED, DTRAIN__CALL_STARTED, DTRAIN__CALL_DONE, DTRAIN__CALL_FAILED };
 
-/* A collective or a message, as the rank has called it. */
+/* A collective or a message. */
 typedef struct dtrain__comm_call {
-    const char *kind;    /* "all-reduce", a literal; NULL: the event is a span */
-    uint64_t sequence;   /* in its communicator, from 1; messages: 0 */
+    const char *kind;    /* "all-reduce", a literal; NULL if the event is a span */
+    uint64_t sequence;   /* number in its communicator, from 1; 0 for a message */
     uint64_t count;      /* elements */
     int64_t comm;        /* number of the communicator; -1: dtrain_world_all_gather */
-    int32_t first, size; /* its first rank in the world: groups of one split share a number */
+    int32_t first, size; /* first: its first rank in the world; groups of a split share `comm` */
     int32_t root;
     uint8_t dtype, op;
-    const char *axis; /* of the mesh that the communicator goes along, a literal; or NULL */
+    const char *axis; /* the communicator's axis of a mesh, a literal; or NULL */
 } dtrain__comm_call;
 
-/* A span that is over, or a call from its begin on. It points to nothing but literals: who gave a
- * name may be gone when the event is read. */
+/* A span that has ended, or a call. Its pointers are literals: other strings can be freed before
+ * the event is read. */
 typedef struct dtrain__event {
     uint64_t begin_ns, started_ns, end_ns; /* 0: not yet; started: other ranks can see the call */
     int64_t number;                        /* of a step, unit, bucket, ...; or DTRAIN__UNNUMBERED */
     dtrain__comm_call call;
     uint32_t track;
-    uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
-    char name[DTRAIN__EVENT_NAME]; /* two strings: a span's name or who made the call; and after its
-                                      0 the parameter or stage that this works on, or "" */
+    uint8_t kind, state;           /* dtrain_span_kind; state of a call: DTRAIN__CALL_QUEUED, ... */
+    char name[DTRAIN__EVENT_NAME]; /* two strings: the span's name or the call's label, and the
+                                      parameter or stage that it works on, or "" */
 } dtrain__event;
 
-/* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
+/* Write a dump of this rank into a directory, see comm/flight.c. */
 typedef dtrain_result (*dtrain__dump_fn)(const dtrain_world *world, const char *directory);
 
-/* The newest events; number n, from 1, is at n % room. */
+/* The newest events; event n, from 1, is at n % room. */
 typedef struct dtrain__ring {
     uint64_t count, room;
-    uint32_t asked;               /* requests to dump that had come when last checked */
+    uint32_t asked;               /* number of requests to dump at the last check */
     const char *part, *part_name; /* label of the next call */
     int64_t part_number;
-    dtrain_result code; /* the first failure; DTRAIN_OK: none */
+    dtrain_result code; /* of the first failure; DTRAIN_OK: none */
     char error[DTRAIN__ERROR_BYTES];
     dtrain__dump_fn dump;
-    char directory[DTRAIN__FLIGHT_PATH]; /* of dumps; "": none are written */
+    char directory[DTRAIN__FLIGHT_PATH]; /* of dumps; "" for none */
     dtrain__event events[1];             /* (room) */
 } dtrain__ring;
 
-/* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
     const char *name, *text; /* text: the parameter or stage that it works on; or NULL */
     int64_t number;
-    bool ranged;          /* the device's profiler has it, too */
-    uint32_t kind, outer; /* its kind, and that of the span around it */
+    bool ranged;          /* true if the device's profiler has a range for it */
+    uint32_t kind, outer; /* outer: kind of the span around it */
 } dtrain__open_span;
 
-/* Who reads events before newer ones take their place: a trace (monitor/trace.c). The rank's own
- * thread calls its functions. */
+/* The reader of events before newer events replace them: a trace (monitor/trace.c). The rank's own
+ * thread calls these functions. */
 typedef struct dtrain__event_reader {
-    void (*room)(dtrain_world *world);                  /* one more event comes */
+    void (*room)(dtrain_world *world);                  /* before a new event */
     void (*late)(dtrain_world *world, uint64_t number); /* a call is done */
     void (*pause)(dtrain_world *world, uint64_t now);   /* no span is open */
     void (*step)(dtrain_world *world, int64_t step);    /* a trainer begins a step */
@@ -5814,8 +5799,8 @@ typedef struct dtrain__event_reader {
 } dtrain__event_reader;
 
 #if DTRAIN__MONITOR
-/* Open a trace and make it the reader of this rank's events. Ring 4 has the function; a launch
- * without that ring refuses traces (launch/rank.c). */
+/* Open a trace and make it the reader of this rank's events. Ring 4 has this function; without that
+ * ring, launch/rank.c refuses traces. */
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc);
 #endif
@@ -5823,25 +5808,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
 /* Only the thread of rank_main uses it. */
 typedef struct dtrain__timeline {
     uint64_t spent_ns[DTRAIN_SPAN_KINDS];
-    uint64_t since_ns;  /* the last reading of the clock: spent_ns is complete up to it */
+    uint64_t since_ns;  /* last reading of the clock; spent_ns includes the time until then */
     uint32_t kind;      /* of the innermost open span */
-    uint32_t depth;     /* spans that are open */
-    bool traced;        /* spans are recorded, and events go to the reader */
+    uint32_t depth;     /* number of open spans */
+    bool traced;        /* true if spans are recorded and events go to the reader */
     dtrain__ring *ring; /* NULL in a world that only counts */
-    const dtrain__event_reader *reader; /* NULL: no trace is asked for */
-    struct dtrain__trace *trace;        /* the reader's own */
+    const dtrain__event_reader *reader; /* NULL without a trace */
+    struct dtrain__trace *trace;        /* data of the reader */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
-/* JSON on its way to a file. */
+/* A buffered writer of JSON. */
 typedef struct dtrain__writer {
-    int file, error; /* errno of the first write that failed: nothing is written after it */
+    int file, error; /* error: errno of the first failed write, which is the last write */
     size_t used, room;
     uint64_t bytes; /* written */
     char *text;     /* (room) */
 } dtrain__writer;
 
-#define DTRAIN__WRITER_PIECE 1024u /* of one dtrain__writer_add, at most */
+#define DTRAIN__WRITER_PIECE 1024u /* most bytes of one dtrain__writer_add */
 
 /* world/timeline.c */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
@@ -5892,119 +5877,138 @@ typedef enum dtrain__end {
     DTRAIN__SIGNALED = 3,  /* killed by a signal */
     DTRAIN__UNSTARTED = 4, /* its world could not be made */
     DTRAIN__STOPPED = 5,   /* killed by the launcher after the grace period */
-    DTRAIN__LOST = 6       /* gone, and nobody saw how */
+    DTRAIN__LOST = 6       /* ended, and nobody saw how */
 } dtrain__end;
 
 #define DTRAIN__EXIT_TEXT 496
 
-/* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
+/* How one rank ended. The rank writes it once, or the launcher if the rank could not. */
 typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
-    int32_t after;                 /* 1 + the rank whose failure made this one fail; 0: none */
-    int32_t code;                  /* dtrain_result of its last error, when it did not end well */
-    uint64_t ended_ns;             /* when this was written */
-    char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
+    int32_t after;                 /* 1 + the rank whose failure made this rank fail; 0: none */
+    int32_t code;                  /* dtrain_result of the last error, after a failure */
+    uint64_t ended_ns;             /* time of this record */
+    char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, after a failure */
 } dtrain__exit_record;
 
-/* What a rank contributes to dtrain_world_all_gather: record number n goes to half n % 2. Two
- * halves are enough: a rank writes record n + 2 after it has seen every record n + 1, and each of
- * those was written by a rank that had read every record n. */
+/* A rank's records of dtrain_world_all_gather: record n is in half n % 2. Two halves are enough: a
+ * rank writes record n + 2 after it has seen every record n + 1, and each record n + 1 was written
+ * by a rank that had read every record n. */
 typedef struct dtrain__gather_slot {
-    uint64_t sequence; /* atomic, stored last: the number of records written so far */
+    uint64_t sequence; /* atomic, stored last: number of records written */
     uint64_t bytes[2];
     char data[2][DTRAIN_WORLD_ALL_GATHER_BYTES];
 } dtrain__gather_slot;
 
 /* The first abort of the run. */
 typedef struct dtrain__abort_record {
-    uint32_t state; /* atomic: 0 none, 1 being written, 2 can be read */
+    uint32_t state; /* atomic: 0 none, 1 being written, 2 complete */
     int32_t rank, code;
     char text[500];
 } dtrain__abort_record;
 
-/* What a rank shows of its progress to the flight records of the others (comm/flight.c). Each field
- * is atomic by itself; all are zero where no memory is shared. */
+/* A rank's progress, for the flight records of other ranks (comm/flight.c). Each field is atomic by
+ * itself. All are zero if ranks share no memory. */
 typedef struct dtrain__pulse {
-    uint64_t beat_ns;                   /* when it last read the clock inside of the library */
-    uint64_t inside;                    /* 1: it is inside of the library now */
-    int64_t comm;                       /* of its last collective: the communicator's number, ... */
-    int64_t first;                      /* ... that communicator's first rank in the world ... */
-    uint64_t sequence;                  /* ... and the collective's number */
-    uint64_t world_started, world_done; /* of collectives among all ranks */
-    uint64_t line;
+    uint64_t beat_ns;       /* last reading of the clock inside the library */
+    uint64_t inside;        /* 1: the rank is inside the library now */
+    int64_t comm;           /* communicator number of the rank's last collective */
+    int64_t first;          /* that communicator's first rank in the world */
+    uint64_t sequence;      /* number of the rank's last collective */
+    uint64_t world_started; /* number of the last collective started among all ranks */
+    uint64_t world_done;    /* number of the last collective done among all ranks */
+    uint64_t cache_line;    /* unused: a pulse fills a cache line */
 } dtrain__pulse;
 
-/* The control page, at the start of the shared region. Where ranks share no memory, each has its
- * own copy, which the link updates. */
+/* A wait that has lasted long, for comm/circle.c. The fields between `number` and `text` are atomic
+ * by themselves, and belong to this wait or to a later one. */
+typedef struct dtrain__long_wait {
+    uint64_t number;   /* atomic, stored last: number of the wait, from 1, below 2^31; 0: none */
+    int64_t comm;      /* the communicator's number; -1: dtrain_world_all_gather */
+    uint64_t sequence; /* of the collective; messages: 0 */
+    uint32_t kind;     /* dtrain_collective_kind */
+    char text[176];    /* the call, for error sentences */
+} dtrain__long_wait;
+
+/* The control page, at the start of the shared region. If ranks share no memory, each has a private
+ * copy, which the link updates. */
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
-    uint32_t ended_count;  /* atomic: exit records written */
+    uint32_t ended_count;  /* atomic: number of exit records */
     int caught;            /* atomic: signal that asks the run to stop, see signals.c; 0 = none */
     uint64_t progress;     /* atomic: 1 + the highest step announced, 0 = none */
-    uint64_t promised;     /* atomic: bytes handed out by all arenas */
+    uint64_t promised;     /* atomic: bytes allocated from all arenas */
     uint64_t free_at_start;
-    char *arenas; /* (world size, arena_bytes); NULL: no memory is shared */
+    char *arenas; /* (world size, arena_bytes); NULL if no memory is shared */
     size_t arena_bytes;
     dtrain__abort_record aborted;
     dtrain__exit_record exits[DTRAIN_MAX_RANKS];
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
-    uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: for whom each rank waits, see control.c */
+    uint64_t waits[DTRAIN_MAX_RANKS]; /* atomic: the rank that each rank waits for, see control.c */
     dtrain__pulse pulses[DTRAIN_MAX_RANKS];
-    uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use the mapping of a process,
-                                           which its first rank has made, see page.c */
+    dtrain__long_wait long_waits[DTRAIN_MAX_RANKS];
+    uint64_t facts[DTRAIN_MAX_RANKS][DTRAIN_MAX_RANKS]; /* atomic: [awaited][waiter], circle.c */
+    uint32_t holders[DTRAIN_MAX_RANKS]; /* atomic: joined ranks that use this rank's mapping, see
+                                           page.c */
 } dtrain__control;
 
 /* The process of a joined rank. */
 typedef struct dtrain__life {
-    uint64_t host;    /* a hash; the same for ranks that can see each other's processes */
+    uint64_t host;    /* a hash; equal for ranks that can see each other's processes */
     int64_t pid;      /* in the namespace of that host */
     uint64_t started; /* see dtrain__process_started; 0: unknown */
 } dtrain__life;
 
-/* A control page, with or without arenas after it, as it was mapped. */
+/* The mapping of a control page and, if there are any, its arenas. */
 typedef struct dtrain__region {
     dtrain__control *control;
     size_t bytes;
 } dtrain__region;
 
-/* Memory handed out by an arena. What lies between two ranges is free. */
+/* Allocated memory of an arena. Memory between two ranges is free. */
 typedef struct dtrain__range {
     size_t begin, end; /* whole pages, from the start of the arena */
 } dtrain__range;
 
-typedef struct dtrain__part dtrain__part;   /* of a communicator, see comm/ */
+typedef struct dtrain__part dtrain__part;   /* see comm/local.c */
 typedef struct dtrain__guest dtrain__guest; /* see launch/join.c */
+struct dtrain__engine;
+struct dtrain__work;
+struct dtrain__wait;
+typedef dtrain_result (*dtrain__look_fn)(dtrain_world *world, struct dtrain__engine *comm,
+                                         const struct dtrain__work *work,
+                                         struct dtrain__wait *wait);
 
 struct dtrain_world {
     int rank, size;
-    int local_rank, local_size, node, node_count; /* the machine's, whatever node_ranks is */
+    int local_rank, local_size, node, node_count; /* of the machine, whatever node_ranks is */
     int node_ranks;                               /* of the launch desc */
-    uint64_t moves; /* steps of this rank's collectives so far: a new one makes naps short again */
+    uint64_t moves; /* steps of this rank's collectives; a new step shortens naps */
     uint32_t threads;
-    bool oversubscribed; /* more threads than cores: waiting must not spin */
-    uint32_t naps;       /* of the next waiting turns that sleep: another program wants the core */
-    bool catches;        /* SIGTERM and the like are noted as requests to stop, see signals.c */
+    bool oversubscribed; /* true if there are more threads than cores: waits must not spin */
+    uint32_t naps;       /* number of next turns that sleep, see control.c */
+    bool catches;        /* true if signals are noted as requests to stop, see signals.c */
     uint32_t restart_count;
-    uint64_t job;        /* a number that all attempts of this run have, and no other run */
+    uint64_t job;        /* a number shared by all attempts of this run, and by no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
-    uint64_t base_bytes; /* of the process before the model; 0 with threads, which share it */
+    uint64_t base_bytes; /* memory of the process before the model; 0 if ranks are threads */
     uint64_t timeout_ns, join_ns;
     uint64_t *progress; /* in the file that dtrain-run reads, see launch/restart.c; or NULL */
     dtrain__control *control;
-    struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
+    struct dtrain__link *link; /* of ranks that a launcher has started, see link.c; or NULL */
     dtrain__guest *guest;      /* of dtrain_world_join, see launch/join.c; or NULL */
-    dtrain_result (*gather)(dtrain_world *world, const void *mine, size_t bytes); /* of a guest,
-                                                in place of the control page; or NULL */
-    void (*tell)(dtrain_world *world); /* without link: send or receive an abort; or NULL */
+    dtrain_result (*gather)(dtrain_world *world, const void *mine, size_t bytes); /* all-gather of
+                                                a guest without a shared page; or NULL */
+    void (*tell)(dtrain_world *world); /* sends or receives an abort, without a link; or NULL */
     const void *comm_given; /* of the join desc, until the world's communicator is made */
-    dtrain__region page;    /* of joined ranks: where control is */
+    dtrain__region page;    /* the mapping of `control`, of joined ranks */
     dtrain__life lives[DTRAIN_MAX_RANKS]; /* of joined ranks */
-    int mapper;         /* the first rank of this process, which has mapped the page */
-    int looked;         /* the rank whose process was looked for last ... */
-    uint64_t looked_ns; /* ... and when */
-    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank saw that another left or ended; or 0 */
-    char no_region[200];                /* with a link: why the ranks of one host share no memory */
+    int mapper;                         /* first rank of this process, which has mapped the page */
+    int looked;                         /* last rank whose process was checked */
+    uint64_t looked_ns;                 /* time of that check */
+    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank saw that a rank left or ended; or 0 */
+    char no_region[200];                /* why joined ranks of one host share no memory; or "" */
     uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges; /* (range_count), sorted */
     size_t range_count, range_room;
@@ -6015,30 +6019,35 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* from the launch desc; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
-    int64_t clock_offset_ns;      /* rank 0's clock less this rank's, see link.c ... */
-    uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
-    int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
+    int64_t clock_offset_ns;      /* rank 0's clock less this rank's, see link.c */
+    uint64_t clock_error_ns;      /* bound of that offset's error */
+    int caused_by;                /* 1 + the rank whose failure ended this rank's call; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    int64_t comm_count;           /* every communicator made so far has a smaller number */
-    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
-    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
+    uint64_t long_wait_ns;        /* a longer wait gets a number, see comm/circle.c */
+    uint64_t long_wait_count;     /* numbers given so far */
+    dtrain__look_fn look_for_circle; /* NULL until there is an engine */
+    int64_t comm_count;              /* every existing communicator has a smaller number */
+    dtrain__timeline timeline;
+    dtrain__part *retired; /* parts of destroyed communicators that other ranks can still read */
 };
 
-/* A request to stop reaches a rank twice when it is sent to the process group or to all processes
- * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
+/* A request to stop can reach a rank twice: timeout(1) and Slurm send it to a process group or to
+ * all processes of a job, and the launcher forwards it. Within this time it is one request. */
 #define DTRAIN__ONE_REQUEST_NS 1000000000u
 
 #define DTRAIN__YIELDS_PER_POLL 32u /* 10 us on an idle machine */
 
 typedef struct dtrain__wait {
-    uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields may wrap */
-    bool polled;            /* the last turn polled: the caller may make its own rarer checks */
-    uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
-    uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
+    uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields can wrap */
+    bool polled;            /* true if the last turn polled: time for the caller's rare checks */
+    uint64_t last_ns, waited_ns; /* last reading of the clock; time waited */
+    uint64_t moves, moved_ns;    /* last world->moves; waited_ns when it changed */
+    uint64_t number,
+        looked_ns;            /* number of a long wait, see comm/circle.c; time of its last look */
+    uint64_t facts, facts_ns; /* sum of the facts read last; time of its last change */
 } dtrain__wait;
 
-/* Find the record of a rank, at most DTRAIN_WORLD_ALL_GATHER_BYTES, of the last
- * dtrain__world_gather. */
+/* Return a rank's record of the last dtrain__world_gather: DTRAIN_WORLD_ALL_GATHER_BYTES. */
 static inline const void *dtrain__gathered(const dtrain_world *world, int rank)
 {
     return world->control->slots[rank].data[world->gather_count % 2];
@@ -6121,8 +6130,8 @@ DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_
     info->restart_count = world->restart_count;
     info->guest = world->guest != NULL;
     info->comm_given = world->comm_given;
-    /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
-     * launcher has not seen a signal that was sent to only one rank */
+    /* Store the signal in the control page: a run that was asked to stop is not restarted, and the
+     * launcher does not see a signal that was sent to one rank. */
     const int signal = world->catches ? dtrain__signal_caught() : 0;
     if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
     info->stop_requested = signal != 0;
@@ -6156,7 +6165,7 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * The library's own calls do not pass through these copies: they use dtrain__*_info functions. */
 
 #ifdef DTRAIN_SHARED
-/* A struct of the list, by its name; frozen ones have a size, others that of the first version. */
+/* One row per struct of the list; `bytes` is its size, or its first version's if it can grow. */
 #define DTRAIN__ABI_GROWS_ROW(name, last, first) {#name, first, false},
 #define DTRAIN__ABI_FIXED_ROW(name, bytes) {#name, bytes, true},
 static const struct {
@@ -6166,7 +6175,7 @@ static const struct {
 } dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
 #endif
 
-/* An array of a negative size: a struct was changed in a way that core/abi.h forbids. */
+/* An array of negative size means that a struct was changed in a way that core/abi.h forbids. */
 #define DTRAIN__ABI_GROWN(name, last, first) \
     typedef char dtrain__abi_grown_##name    \
         [offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last) >= first ? 1 : -1];
@@ -6179,7 +6188,7 @@ DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world)
     return world ? &world->abi : NULL;
 }
 
-/* Check what a program says of its structs, at a call that makes a world, and copy it to *own. */
+/* Check the sizes of a program's structs, at a call that makes a world, and copy them to *own. */
 DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_abi *abi,
                                                 dtrain_abi *own)
 {
@@ -6207,7 +6216,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_a
     return DTRAIN_OK;
 }
 
-/* Return how many bytes of a struct the program knows. */
+/* Return the program's size of a struct. */
 DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entry which)
 {
     if (abi && (uint32_t)which < abi->count) return abi->bytes[which];
@@ -6218,7 +6227,7 @@ DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entr
 #endif
 }
 
-/* Copy a desc of the program's to *own; zeros where it is NULL, or does not have a field. */
+/* Copy the program's desc to *own; fields that it does not have, or all if it is NULL, are 0. */
 DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_entry which,
                                            const void *given, void *own)
 {
@@ -6238,7 +6247,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_en
     return DTRAIN_OK;
 }
 
-/* Copy an info to the program's, which may be NULL; zeros where own is NULL, or lacks a field. */
+/* Copy an info to the program's (NULL is allowed); fields that `own` does not have, or all if it is
+ * NULL, are 0. */
 DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which, const void *own,
                                   void *info)
 {
@@ -6255,37 +6265,37 @@ DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which
  *     calls: collectives, messages -----+--> ring of events -+--> a trace file      monitor/trace.c
  *     spans of other threads -----------+                    +--> a dump            comm/flight.c
  *
- * Each place that does something worth knowing records it by one call, and all that is shown is
- * read from the same record. A ring in private memory is made with the world; recording takes no
- * lock, allocates nothing and makes no system call. Only the thread of rank_main records: threads
- * that write checkpoints and read data ahead note their times where they leave their results.
+ * One call records a span or a collective; traces, dumps and sums of time read these records. The
+ * ring lies in private memory and is made with the world. Recording takes no lock, allocates
+ * nothing and makes no system call. Only the thread of rank_main records: threads that write
+ * checkpoints or read data ahead store their times with their results.
  *
- * Open spans are a stack, and each kind has a sum. Each reading of the clock moves the time since
- * the reading before to the kind that is on top:
+ * Open spans are a stack, and each kind has a sum. Each reading of the clock adds the time since
+ * the previous reading to the kind of the innermost span:
  *
  *     readings      0       3     5        9    10
  *     stack         forward comm  (end)    backward
  *     counts to     other 0 fwd 3 comm 2   fwd 4
  *
- * So every nanosecond counts once. A function marks the depth when it opens a span, and closes down
- * to that mark: this also closes what a callback of the host, or an early return, has left open. A
- * span is recorded when it ends, and only while there is a trace.
+ * So every nanosecond counts once. A function that opens a span marks the depth, and closes all
+ * spans down to that mark: also spans that a callback of the host or an early return left open. A
+ * span is recorded at its end, and only for a trace.
  *
- * A call is recorded from its begin on, trace or not: a rank that hangs is in one. It is queued and
- * started when calls and waits last read the clock, which they do anyway.
+ * A call is recorded at its begin, with or without a trace: a rank that hangs is in a call. The
+ * times of queued and started calls are the last reading of the clock by a call or wait.
  *
  *     dtrain__run: queued     engine: started     engine, wait or test: done
  *          |                                                       |
  *          +-- enter -- wait_poll: beat, every 10 us or so -- leave -+
  *
- * The control page has the pulse of each rank for the others: its last call, and when it was last
- * inside the library. So the dumps of ranks that wait say where a rank stands that hangs, is
- * stopped or dead and dumps nothing. Ranks of several hosts share no memory and see no pulse. */
+ * The control page has the pulse of each rank: its last call, and when it was last inside the
+ * library. So the dumps of waiting ranks show the position of a rank that dumps nothing because it
+ * hangs, is stopped or is dead. Ranks of several hosts share no memory and see no pulse. */
 
-#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.75 MiB */
+#define DTRAIN__TRACE_EVENTS 8192u /* default number of unwritten events: 1.75 MiB */
 
-/* Make the ring. Its room is a power of two: finding an event then takes no division. With a trace
- * it also holds the events that are not yet written. */
+/* Make the ring. Its room is a power of two, so finding an event takes no division. With a trace
+ * the ring also holds unwritten events. */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       const char *dump_directory,
                                                       const dtrain_trace_desc *trace,
@@ -6317,7 +6327,7 @@ DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world)
 
 /* ---- Events -----------------------------------------------------------------------------------*/
 
-/* Find an event; NULL when newer ones have taken its place. */
+/* Find an event; NULL if a newer event has replaced it. */
 DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -6325,7 +6335,7 @@ DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint6
     return &ring->events[number & (ring->room - 1)];
 }
 
-/* Take the place of the next event. */
+/* Return the place of the next event. */
 static dtrain__event *dtrain__event_next(dtrain_world *world)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -6341,7 +6351,7 @@ static void dtrain__event_names(dtrain__event *event, const char *name, const ch
     dtrain__name_cut(event->name + used, DTRAIN__EVENT_NAME - used, of);
 }
 
-/* Count the time since the last reading of the clock to the kind that was on top. */
+/* Add the time since the last reading of the clock to the kind of the innermost span. */
 static void dtrain__tick(dtrain_world *world, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
@@ -6351,8 +6361,8 @@ static void dtrain__tick(dtrain_world *world, uint64_t now)
 
 /* ---- Spans ------------------------------------------------------------------------------------*/
 
-/* Open a span at a time that the clock was read anyway, and return the mark that closes it. Waits
- * for other ranks inside a checkpoint are part of the checkpoint. */
+/* Open a span at the time `now`, and return the mark that closes it. Waits for other ranks during a
+ * checkpoint count as checkpoint. */
 static uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
                                       int64_t number, uint64_t now)
 {
@@ -6374,7 +6384,7 @@ static uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const 
     return mark;
 }
 
-/* Close all spans from a mark on. */
+/* Close all spans down to a mark. */
 static void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
@@ -6390,7 +6400,7 @@ static void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now
     if (timeline->depth == 0 && timeline->traced) timeline->reader->pause(world, now);
 }
 
-/* Open a span now; in a tape without a world, nothing happens. */
+/* Open a span now; do nothing without a world (a tape can have none). */
 DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
                                             int64_t number)
 {
@@ -6402,14 +6412,14 @@ DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
     if (world && mark != DTRAIN__NO_SPAN) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
-/* Say what a span works on; text must live until the span is closed. */
+/* Set what a span works on; text must live until the span is closed. */
 DTRAIN__PRIVATE void dtrain__span_of(dtrain_world *world, uint32_t mark, const char *text)
 {
     if (world && mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
 }
 
-/* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
- * trace do nothing: the clock is not read, then and at the end. */
+/* Open a span that only a trace shows. Its kind is that of the span around it. Without a trace,
+ * neither its begin nor its end reads the clock. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text)
 {
@@ -6419,7 +6429,7 @@ DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *n
     return mark;
 }
 
-/* Record a span that is over, for the trace. */
+/* Record a span that has ended, for the trace. */
 DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
                                       const char *name, const char *text, int64_t number,
                                       uint64_t begin_ns, uint64_t end_ns)
@@ -6435,7 +6445,7 @@ DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint3
     dtrain__event_names(event, name, text);
 }
 
-/* Return the seconds that this rank has spent in a kind since its world was made. */
+/* Return the seconds that this rank has spent in spans of a kind since its world was made. */
 DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_span_kind kind)
 {
     const dtrain__timeline *timeline = &world->timeline;
@@ -6446,8 +6456,8 @@ DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_sp
 
 /* ---- Calls ------------------------------------------------------------------------------------*/
 
-/* Name who makes the next call of this rank, right before it. The call copies `part` and `name`,
- * which may be NULL. */
+/* Label this rank's next call, immediately before it. The call copies `part` and `name`; both can
+ * be NULL. */
 DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, int64_t number,
                                         const char *name)
 {
@@ -6458,7 +6468,7 @@ DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, i
     ring->part_number = number;
 }
 
-/* Record a call, show it to the other ranks, and return the number of its event. */
+/* Record a call in the ring and in this rank's pulse, and return the number of its event. */
 DTRAIN__PRIVATE uint64_t dtrain__call_queued(dtrain_world *world, const dtrain__comm_call *call)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -6489,8 +6499,8 @@ DTRAIN__PRIVATE void dtrain__call_started(const dtrain_world *world, uint64_t nu
     event->started_ns = world->timeline.since_ns;
 }
 
-/* Record that a call is done. The engine says so at once, dtrain_work_wait and dtrain_work_test for
- * every backend: the first one counts. */
+/* Record that a call is done. The engine records it at once, dtrain_work_wait and dtrain_work_test
+ * record it for every backend: the first record counts. */
 DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 {
     dtrain__event *event = dtrain__event_at(world, number);
@@ -6505,7 +6515,7 @@ DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 
 /* ---- Signs of life ----------------------------------------------------------------------------*/
 
-/* Write a dump, if the launch desc says where. */
+/* Write a dump, if the launch desc names a directory. */
 static void dtrain__dump_now(dtrain_world *world)
 {
     const dtrain__ring *ring = world->timeline.ring;
@@ -6513,7 +6523,7 @@ static void dtrain__dump_now(dtrain_world *world)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
 }
 
-/* Show that this rank is inside the library, and dump if a signal has asked for it. */
+/* Update the time in this rank's pulse, and dump if a signal has requested it. */
 DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -6526,7 +6536,7 @@ DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
     if (world->catches && ring->code == DTRAIN_OK) dtrain__dump_now(world);
 }
 
-/* Enter a public call that may wait for other ranks, and return the time. */
+/* Enter a public call that can wait for other ranks, and return the time. */
 DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
 {
     const uint64_t now = dtrain__now_ns();
@@ -6537,7 +6547,7 @@ DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
     return now;
 }
 
-/* Leave it, and return the time. Its span is the innermost one: nothing below leaves one open. */
+/* Leave that call, and return the time. Its span is the innermost: the library leaves none open. */
 DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result)
 {
     const uint64_t now = dtrain__now_ns();
@@ -6550,8 +6560,8 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
     return now;
 }
 
-/* Note the first failure of this rank, which has left its sentence as the last error, and dump if
- * the launch desc says where: later failures are consequences. Leave the last error as it was. */
+/* Note the first failure of this rank, whose sentence is the last error, and write a dump if the
+ * launch desc names a directory. Later failures are consequences. The last error stays the same. */
 DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -6586,7 +6596,7 @@ DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
     out->used = 0;
 }
 
-/* Append a piece of at most DTRAIN__WRITER_PIECE bytes. */
+/* Append at most DTRAIN__WRITER_PIECE bytes. */
 DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format, ...)
 {
     va_list args;
@@ -6596,7 +6606,7 @@ DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format,
     va_end(args);
 }
 
-/* Append a member that is a string; control characters and what is not UTF-8 become '?'. */
+/* Append a string member. Control characters and bytes that are not UTF-8 become '?'. */
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
     char shown[DTRAIN__ERROR_BYTES];
@@ -6610,7 +6620,7 @@ DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name
     dtrain__writer_add(out, "\"");
 }
 
-/* Append what a call was, and who made it, as traces and dumps both have it. */
+/* Append the members of a call that traces and dumps have in common. */
 DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event)
 {
     static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
@@ -6651,39 +6661,39 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world)
 
 /* The control page: how ranks end, wait for each other and gather
  *
- * A record that another rank may read while it is written ends with one atomic store that makes it
- * valid. So no lock is needed, and a rank that is killed half-way leaves none held. */
+ * One atomic store, the last one, makes a record valid for other ranks. So no lock is needed, and
+ * a rank that is killed while it writes a record holds none. */
 
 /* ==== src/world/link_internal.h =============================================================== */
 
 /* The link: TCP connections between ranks that another launcher has started
  *
  * Read in this order: the rendezvous (rendezvous.c) makes one TCP connection from each rank to
- * rank 0; the link (link.c) then carries frames over these connections for as long as the world
- * lives; page.c moves ranks of one host to a shared control page, after which the link is silent
- * and only notices that a rank has died.
+ * rank 0. The link (link.c) carries frames over these connections until the world ends. page.c
+ * moves the ranks of one host to a shared control page; then the link sends nothing more, and only
+ * notices that a rank has died.
  *
  * A frame is a header, in the byte order of the machine, and data:
  *
  *     frame      data
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
- *     EXIT       its dtrain__exit_record
- *     ABORT      its dtrain__abort_record
- *     WAIT       the rank for which it has been waiting long: int32 */
+ *     EXIT       the rank's dtrain__exit_record
+ *     ABORT      the rank's dtrain__abort_record
+ *     WAIT       the rank that this rank has been waiting for: int32 */
 
-/* The rank that this process is, or the ranks that it starts, as the environment says. */
+/* The rank that this process is, or the ranks that it starts, according to the environment. */
 typedef struct dtrain__placement {
-    const char *family;         /* NULL: no launcher, or one that started a world of one */
-    int rank, size;             /* forks > 0: of the node's first rank */
-    int local_rank, local_size; /* -1, 0: not said */
-    int forks;                  /* ranks this process has to start; 0: it is a rank itself */
-    char address[256];          /* rank 0's host; "": this process forks all ranks */
+    const char *family;         /* NULL: no launcher, or a launcher of a single rank */
+    int rank, size;             /* if forks > 0, rank is the node's first */
+    int local_rank, local_size; /* -1, 0: unknown */
+    int forks;                  /* ranks that this process starts; 0: it is a rank itself */
+    char address[256];          /* rank 0's host; "" if this process forks all ranks */
     uint32_t port;              /* where rank 0 listens */
     uint32_t restart_count;     /* restarts so far by the launcher around this process */
     uint64_t key[2];            /* the key of this run, see world/rendezvous.c */
-    bool named;                 /* it has one: DTRAIN_JOB_KEY, or the launcher's name of the run */
-    uint64_t job;               /* without one: desc.job, by which jobs are told apart */
-    bool complete; /* a launcher has said which rank this is, if only the one of a world of one */
+    bool named;                 /* true if DTRAIN_JOB_KEY or the launcher names this run */
+    uint64_t job;               /* desc.job if not named: distinguishes jobs at one port */
+    bool complete;              /* true if a launcher gave a rank and a size, even a size of one */
 } dtrain__placement;
 
 typedef enum dtrain__frame_kind {
@@ -6694,8 +6704,8 @@ typedef enum dtrain__frame_kind {
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
-    uint32_t kind, bytes; /* of data that follow */
-    int32_t rank;         /* the rank that the frame is about */
+    uint32_t kind, bytes; /* bytes: size of the data that follow */
+    int32_t rank;         /* subject of the frame */
 } dtrain__frame;
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
@@ -6704,28 +6714,28 @@ typedef struct dtrain__connection {
     int socket;         /* -1: closed */
     char name[96];      /* of the other end, for messages */
     size_t sent;        /* bytes of link->out that this end has been sent */
-    uint64_t unread_ns; /* since when reads fail for want of memory; 0: they do not */
+    uint64_t unread_ns; /* time since which reads have failed for lack of memory; 0: they work */
     size_t in_bytes;
-    char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
+    char in[DTRAIN__FRAME_ROOM]; /* an incomplete frame */
 } dtrain__connection;
 
-/* Rank 0 sends the same bytes to every rank, in the same order; so one buffer is enough, and each
- * connection only remembers how far it has been sent:
+/* Rank 0 sends the same bytes to every rank in the same order. So one buffer is enough, and each
+ * connection only needs the number of bytes sent:
  *
  *     out:   | frame | frame | frame | frame |
  *              ^ ends[2].sent  ^ ends[1].sent ^ out_bytes */
 typedef struct dtrain__link {
-    bool shared;              /* the control page is shared memory: nothing is sent any more */
-    uint64_t polled_ns;       /* last poll from inside a wait */
-    uint64_t wait_ns;         /* when to say for whom this rank waits; 0: it does not */
-    int count;                /* of ends: on rank 0 the world's size, else 1 */
-    dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
-    char *out;                /* (count, 3 frames) frames that not all ends have been sent */
+    bool shared;        /* true if the control page is shared memory: the link sends nothing */
+    uint64_t polled_ns; /* time of the last poll in a wait */
+    uint64_t wait_ns;   /* time of the next WAIT frame; 0: this rank does not wait */
+    int count;          /* connections: on rank 0 the world's size, else 1 */
+    dtrain__connection *ends; /* (count) connection to rank i; closed if i is this rank */
+    char *out;                /* (count, 3 frames) frames to send */
     size_t out_bytes;
-    size_t bytes; /* of all this */
+    size_t bytes; /* size of this allocation */
 } dtrain__link;
 
-/* False while the buffer is so full that frames of waits are dropped. */
+/* Return false while the buffer is so full that frames of waits are dropped. */
 static inline bool dtrain__link_takes_waits(const dtrain__link *link)
 {
     return link->out_bytes < (size_t)link->count << 10;
@@ -6772,7 +6782,7 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     }
 }
 
-/* Say how a rank ended. */
+/* Describe how a rank ended. */
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room)
 {
@@ -6793,8 +6803,8 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
                  dtrain__signal_name(end->value));
 }
 
-/* Return the rank that failed first, -1 for none. The first exit record may be that of a rank that
- * failed because another one had failed and only ended earlier: its `after` names the cause. */
+/* Return the rank that failed first, -1 for none. The rank that ended first can have failed because
+ * of another rank that ended later: `after` then names that rank. */
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
 {
     const int first = (int)dtrain__load(&control->first_failed) - 1;
@@ -6802,7 +6812,7 @@ DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
     return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
 }
 
-/* Count an ended rank, and keep the first one that failed. */
+/* Count a rank that ended, and keep the first rank that failed. */
 static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
 {
     uint32_t none = 0;
@@ -6812,8 +6822,7 @@ static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* Record how a rank ended, once for each rank. A rank that is recorded as lost cannot be recorded
- * later as ended well. */
+/* Record how a rank ended, once for each rank. A lost rank stays lost, even if it returned 0. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
@@ -6826,8 +6835,8 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
     dtrain__count_end(control, rank, how != DTRAIN__LEFT);
 }
 
-/* Record that a running rank is lost; false when its end was known already. Several ranks may
- * notice it at once, so nothing but `how` is written. */
+/* Record that a running rank is lost; false if its end was known. Several ranks can notice the loss
+ * at once, so only `how` is written. */
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
 {
     uint32_t running = DTRAIN__RUNNING;
@@ -6838,9 +6847,9 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
-/* Find out whether the process of a rank has ended, of one rank after the other: a guest's host has
- * no launcher that this library knows, and no connection that closes. All 256 take 1.3 s. Where
- * ranks share no page, a message can still say why that rank ended: wait half a second for it. */
+/* Check whether the process of one rank has ended, the next rank at each call: guests have neither
+ * a launcher that reports the end nor a connection that closes. 256 ranks take 1.3 s. If ranks
+ * share no page, a message can still tell why the rank ended: wait half a second for it. */
 DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
 {
     const uint64_t now = dtrain__now_ns(), await_ns = world->tell ? 500000000u : 0;
@@ -6860,8 +6869,8 @@ DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
     dtrain_world_abort(world, DTRAIN_ERROR_PEER, text); /* on other hosts nobody can see it */
 }
 
-/* Wait until an abort that another rank records can be read; false: it has been killed half-way.
- * Its exit record, which is written some 100 us later, may say so. */
+/* Wait until an abort record is complete. Return false if the rank that writes it has died: its
+ * exit record, which comes some 100 us later, then names it. */
 DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
                                          const dtrain__abort_record *record)
 {
@@ -6872,9 +6881,9 @@ DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
     return dtrain__load(&record->state) == 2;
 }
 
-/* Record an abort; false when there is an earlier one, which is kept. Ranks whose deadlines end
- * together abort together: the later one waits until the first record can be read, so that its next
- * poll finds it. */
+/* Record an abort; false if there is an earlier abort, which is kept. Ranks whose deadlines pass at
+ * the same time abort at the same time: the later rank waits until the first record is complete, so
+ * that its next poll finds it. */
 DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
                                           dtrain__abort_record *record, int rank,
                                           dtrain_result code, const char *text)
@@ -6897,27 +6906,25 @@ DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
  *     dtrain__wait wait = dtrain__wait_begin();
  *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
  *
- * A turn is a pause while every thread has its own core, and a yield otherwise: the rank
- * waited for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
- * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
- * yield everywhere: on a machine that also does other work the peer may be waiting for a core. The
- * control page is polled at every 32nd yield, and only then a turn can fail; wait.polled tells the
- * caller to make its own rarer checks.
+ * If every thread has its own core, the first turns are pauses. All other turns are yields, because
+ * this core may have to run the rank that is waited for: a barrier of 4 ranks on 2 cores takes 3 us
+ * with sched_yield, 67 us with 2000 pauses before it, 100 us and more with futexes. Every 32nd
+ * yield polls the control page, and only then can a turn fail; wait.polled tells the caller to make
+ * its own rare checks.
  *
- * A yield that takes longer than a millisecond gave the core to a program that computes, which
- * would get it for a time slice at every yield. For a while turns are naps instead, because the
- * scheduler wakes a sleeper at once: beside two busy programs on two cores a barrier of 4 ranks
- * takes 88 us (80 to 94) with naps, and 0.1 to 24 ms with yields. A nap lasts an eighth of the time
- * since an operation of this rank has moved, so that long waits cost the other program little and
- * the chunks of a large operation, which follow each other in some 20 us, do not wait for a nap.
+ * A yield of more than a millisecond gave the core to another program that computes, and every
+ * further yield would cost a time slice. So the next turns are naps: the scheduler wakes a sleeper
+ * at once. Beside two busy programs on two cores a barrier of 4 ranks takes 88 us (80 to 94) with
+ * naps, and 0.1 to 24 ms with yields. A nap lasts an eighth of the time since an operation of this
+ * rank last moved. So long waits take little time from the other program, and the chunks of a large
+ * operation, some 20 us apart, do not wait for a nap.
  *
  * A gap of more than a second between two polls counts as one second towards the deadline: a job
  * that was suspended as a whole and resumed an hour later does not time out. */
 
-#define DTRAIN__SPIN_TURNS \
-    32u /* some 2 us of pauses, then yield: the peer may have lost its core */
+#define DTRAIN__SPIN_TURNS 32u /* pauses before the first yield: some 2 us */
 #define DTRAIN__LONG_YIELD_NS 1000000u
-#define DTRAIN__NAPS 256u /* then a yield tries whether the core is still wanted */
+#define DTRAIN__NAPS 256u /* naps before the next yield */
 
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
 {
@@ -6926,7 +6933,7 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
     return wait;
 }
 
-/* Say, as an error, whether a rank has failed or aborted. */
+/* Return an error if a rank has failed or aborted. */
 DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 {
     const dtrain__control *control = world->control;
@@ -6949,15 +6956,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 
 /* ---- Who waits for whom
  *
- * At every poll, a rank that waits for another one writes down for which and when. A rank whose
- * deadline ends follows these entries, from the rank that it waits for, to the first one that waits
- * for nobody: that one is behind. Entries older than half a deadline do not count, because a rank
- * that was stopped inside of a wait no longer waits. A rank that gives up keeps its entry: others,
- * whose deadlines end a moment later, would otherwise take it for the one that is behind. */
+ * At every poll, a waiting rank writes an entry: the rank that it waits for, and the time. A rank
+ * whose deadline passes follows these entries to the first rank that waits for nobody: that rank
+ * is late. Entries older than half a deadline do not count: a rank that was stopped during a wait
+ * no longer waits. A rank that gives up keeps its entry, or ranks whose deadlines pass a moment
+ * later would report it as late. */
 
-/* Note for which rank of the world this one waits; -1: for none. Tell peers over the link after a
- * quarter of the deadline, because what is told counts even when the wait has ended, and then every
- * eighth. */
+/* Note the rank of the world that this rank waits for; -1 for none. Send it over the link after a
+ * quarter of the deadline and then after every further eighth. Not earlier: the entry would remain
+ * in other ranks' pages after a short wait. */
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
 {
     uint64_t *own = &world->control->waits[world->rank], entry = 0;
@@ -6973,7 +6980,7 @@ DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
     dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
 }
 
-/* Return the rank for which another one waits; -1: it waits for none. */
+/* Return the rank that `rank` waits for; -1 if it waits for none. */
 DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
 {
     const uint64_t entry = dtrain__load(&world->control->waits[rank]);
@@ -6982,7 +6989,7 @@ DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
     return (int)(entry & 65535u) - 1;
 }
 
-/* Follow the waits from a rank on to the one that is behind; -1: they go in a circle. */
+/* Follow the entries from a rank to the late rank; -1 if they form a circle. */
 DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
 {
     for (int i = 0; i < world->size; i++) {
@@ -6993,8 +7000,8 @@ DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
     return -1;
 }
 
-/* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
- * without a sentence, because only the caller knows what it waits for; PEER comes with one. */
+/* Poll during a wait: the clock, the link, the control page, the launcher. DTRAIN_ERROR_PEER has a
+ * sentence. DTRAIN_ERROR_TIMEOUT has none: only the caller knows what it waits for. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
@@ -7014,7 +7021,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
 {
     wait->polled = false;
-    if (world->moves != wait->moves) { /* the next step may be near */
+    if (world->moves != wait->moves) { /* the next step can be near */
         wait->moves = world->moves;
         wait->moved_ns = wait->waited_ns;
         wait->turns = 0;
@@ -7037,11 +7044,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
     return ++wait->yields % DTRAIN__YIELDS_PER_POLL ? DTRAIN_OK : dtrain__wait_poll(world, wait);
 }
 
-/* Refuse a call from a process that a rank has forked, which has the rank's pointers and is no
- * rank. MADV_WIPEONFORK makes *mine 0 there, so the check is one load and no getpid. */
+/* Refuse a call from a process that a rank has forked: it has the rank's pointers but is no rank.
+ * MADV_WIPEONFORK makes *mine 0 there, so the check is one load, without getpid. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
-    dtrain__set_thread_rank(world->rank); /* a thread of a host can have several worlds */
+    dtrain__set_thread_rank(world->rank); /* a host's thread can have several worlds */
     if (world->mine && *world->mine) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: called in a process that a rank has forked; only the rank itself can",
@@ -7101,19 +7108,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
     return dtrain_fail(code, "%s", text);
 }
 
-/* Say whether record number `sequence` of a rank has arrived. This rank's own counts as arrived
- * when the link has sent it, and on rank 0 all that it forwards: the caller may not come back for a
- * long time to send the rest. */
+/* Return true if record number `sequence` of a rank has arrived. This rank's own record has arrived
+ * when the link has sent its whole buffer: the program may not call again for a long time. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
     if (rank == world->rank) return dtrain__link_unsent(world) < 0;
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
-/* Publish this rank's record, and collect the records of all others. Read whether a rank has left
- * before reading its slot for the last time: a record that it wrote before it left counts. Where
- * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the slow
- * one, whichever record is missing. */
+/* Publish this rank's record, and collect the records of all other ranks. Check whether a rank has
+ * left before the last look at its slot: a record written before it left counts. Without a shared
+ * page all records pass through rank 0. So if rank 0 waits for nobody, rank 0 is late, whichever
+ * record is missing. */
 static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -7142,6 +7148,10 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                     world, DTRAIN_ERROR_PEER,
                     "rank %d left while rank %d waits in dtrain_world_all_gather", rank,
                     world->rank);
+            if (world->look_for_circle &&
+                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
+                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
+                                          dtrain__bare(dtrain_last_error()));
             if (turn != DTRAIN_ERROR_TIMEOUT) continue;
             const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
             return dtrain__abort_with(
@@ -7156,10 +7166,11 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
     }
     dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 
-/* Gather records, which stay where dtrain__gathered finds them until this rank gathers again. */
+/* Gather records; dtrain__gathered returns them until this rank gathers again. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const void *mine,
                                                    size_t bytes)
 {
@@ -7193,7 +7204,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
-/* Raise a number that others may raise at the same time. */
+/* Raise a number that other ranks can raise at the same time. */
 static void dtrain__raise(uint64_t *highest, uint64_t to)
 {
     uint64_t found = dtrain__load(highest);
@@ -7213,15 +7224,15 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
 
 /* Shared memory: the region and its arenas
  *
- * Address space is reserved for all ranks at once and committed page by page when it is touched, so
- * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
- * and the sum of all that ranks have been promised against what was free at the start. */
+ * Address space is reserved for all ranks at once, and a page is committed when it is touched: a
+ * large reserve costs nothing. Two limits keep the kernel from killing a rank later: the size of an
+ * arena, and the memory that was free at the start, for the allocations of all ranks together. */
 
 #define DTRAIN__SMALL_PROMISE ((size_t)1 << 20) /* bytes */
 
-/* Map anonymous memory or, if file >= 0, a file of that size; MAP_FAILED with errno. Check `ulimit
- * -f` first, because ftruncate beyond it raises a signal. Exclude the memory from core files, which
- * it would fill with zeros. */
+/* Map anonymous memory or, if file >= 0, a file of that size; return MAP_FAILED and errno on an
+ * error. Check `ulimit -f` first, because ftruncate beyond it raises a signal. Exclude the memory
+ * from core files: it would fill them with zeros. */
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
@@ -7238,10 +7249,9 @@ DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return memory;
 }
 
-/* Map a control page and after it the arenas of `ranks` ranks; 0: no memory is shared. This
- * reserves address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
- * Where that fails (ulimit -v, strict overcommit, valgrind) the default halves, down to 64 MiB; an
- * explicit size does not. */
+/* Map a control page, then the arenas of `ranks` ranks (0: no memory is shared). This reserves
+ * address space, not memory: `given` bytes per rank or, if given is 0, the machine's memory. If
+ * that fails (ulimit -v, strict overcommit, valgrind), halve the default size, down to 64 MiB. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region)
 {
@@ -7271,7 +7281,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
     }
 }
 
-/* Say whether every rank can read and write all of these bytes at this address. */
+/* Return true if every rank can read and write these bytes at this address. */
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
 {
     const uintptr_t begin = (uintptr_t)world->control->arenas, at = (uintptr_t)memory;
@@ -7279,23 +7289,22 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
     return at >= begin && at - begin <= all && bytes <= all - (at - begin);
 }
 
-/* Return the device to which communicator memory is charged: the CPU. NULL with a GPU, whose ranks
- * only keep copies there. */
+/* Return the device that accounts for communicator memory: the CPU device, or NULL with a GPU. */
 static dtrain_device *dtrain__charged_device(const dtrain_world *world)
 {
     return world->device && world->device->ops->host_memory ? world->device : NULL;
 }
 
-/* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
- * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
- * be killed later. To ask the system takes up to a millisecond, too much for small promises. */
+/* Account for an allocation, or fail. Pages are committed when touched, so all allocations together
+ * must fit in the memory that was free at the start (or is free now, if that is more), or the
+ * kernel would kill a rank later. Small allocations do not ask the system: it takes up to 1 ms. */
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
     if (device) DTRAIN__TRY(dtrain_device_account(device, &device->comm_bytes, bytes));
     const uint64_t start = world->control->free_at_start;
     uint64_t promised = dtrain__load(&world->control->promised), now;
-    do { /* what is refused was never promised: another rank may ask at the same moment */
+    do { /* another rank can allocate at the same moment */
         const bool asks = bytes >= DTRAIN__SMALL_PROMISE || promised + bytes > start;
         now = asks ? dtrain__free_memory() : start;
         if (bytes > now || promised + bytes > (now > start ? now : start)) {
@@ -7311,7 +7320,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
     return DTRAIN_OK;
 }
 
-/* Take a promise back. */
+/* Return bytes of dtrain__promise. */
 DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
@@ -7319,7 +7328,7 @@ DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes)
     if (device) device->comm_bytes -= bytes;
 }
 
-/* Hand out zeroed whole pages of this rank's arena, first fit. */
+/* Allocate zeroed whole pages from this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
     const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
@@ -7334,7 +7343,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     if (bytes > all - at)
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
-                           "reserve_bytes of dtrain_launch_desc",
+                           "reserve_bytes of dtrain_world_options",
                            asked, all);
     DTRAIN__TRY(dtrain__promise(world, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
@@ -7346,8 +7355,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     return DTRAIN_OK;
 }
 
-/* Free memory of this rank's arena, and give its pages back to the system at once: so memory that
- * is handed out next reads as zero. An address that is not of this arena is ignored. */
+/* Free memory of this rank's arena, and return its pages to the system at once: so the next
+ * allocation reads as zero. Ignore an address outside of this arena. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
     char *arena = world->control->arenas + (size_t)world->rank * world->control->arena_bytes;
@@ -7366,30 +7375,30 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 
 /* ==== src/world/link.c ======================================================================== */
 
-/* The link between ranks of a launcher
+/* The link between the ranks of a launcher
  *
- * Ranks that a launcher has started are connected as a star. A rank sends its frames to rank 0, and
- * rank 0 forwards them to all ranks, the sender included: gather to 0 and broadcast.
+ * The connections of launched ranks form a star. A rank sends its frames to rank 0, and rank 0
+ * forwards them to all ranks, the sender included: a gather to rank 0 and a broadcast.
  *
  *     rank 1 ----+
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
  * A frame carries a record of dtrain_world_all_gather, an exit, an abort or a wait. The receiver
- * writes it into its own control page, where a forked rank would have written it in the shared one;
- * so waits, polls and all-gathers read the page and know nothing of the link. When a socket closes
- * and no exit has come, its rank is lost; keepalive closes the socket of a host that is gone.
+ * writes it into its private control page, as a forked rank writes it into the shared page. So
+ * waits, polls and all-gathers read only the page and do not depend on the link. If a socket closes
+ * before an exit has arrived, its rank is lost; keepalive closes the socket of a lost host.
  *
- * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing
- * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
- * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
- * a rank that breaks them is cut off.
+ * There is no thread: waits and dtrain_world_poll poll the sockets, and nothing blocks. Frames come
+ * from ranks that know the key of the run (rendezvous.c). The receiver checks lengths, rank numbers
+ * and the order of records, so that no frame can damage memory, and disconnects a rank that breaks
+ * these rules. It believes the rest.
  *
  * The buffer of frames to send cannot overflow. An all-gather returns when the buffer is empty, and
- * nobody finishes an all-gather without this rank, so a rank's record is at most one ahead of this
- * rank's. At any time the buffer holds at most two records and one exit of each rank, and one
- * abort: less than three frames of full size per rank. So a rank that does not read makes the
- * all-gather time out. A wait is dropped while the buffer holds more than 1 KiB a rank. */
+ * no rank finishes an all-gather without this rank. So another rank is at most one record ahead of
+ * this rank, and the buffer holds at most two records and one exit of each rank, and one abort:
+ * less than three frames of full size per rank. A rank that does not read makes the all-gather time
+ * out. While the buffer holds more than 1 KiB per rank, frames of waits are dropped. */
 
 #define DTRAIN__CLOCK_ROUNDS 8
 
@@ -7399,7 +7408,7 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
     *socket = -1;
 }
 
-/* Say whether a call on a socket has failed only for the moment: the connection still works. */
+/* Return true if a call on a socket failed for the moment, and the connection still works. */
 DTRAIN__PRIVATE bool dtrain__try_again(int error)
 {
     return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
@@ -7414,7 +7423,7 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
     world->link = NULL;
 }
 
-/* Make a link without connections, its arrays in one piece of memory. */
+/* Make a link without connections. One allocation holds its arrays. */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 {
     const size_t count = world->rank ? 1 : (size_t)world->size;
@@ -7433,8 +7442,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 
 /* ---- Sending ----------------------------------------------------------------------------------*/
 
-/* Send what the sockets accept, and drop from the buffer what all ends have been sent. A broken
- * connection counts as sent: the next receive finds that it is broken. */
+/* Send what the sockets accept, and remove what all ends have been sent from the buffer. A broken
+ * connection counts as sent: the next receive reports it. */
 static void dtrain__link_flush(dtrain__link *link)
 {
     size_t done = link->out_bytes;
@@ -7455,14 +7464,14 @@ static void dtrain__link_flush(dtrain__link *link)
     for (int i = 0; i < link->count; i++) link->ends[i].sent -= done;
 }
 
-/* Say whether the control page is this rank's copy, which only the link updates. */
+/* Return true if the control page is this rank's copy, which only the link updates. */
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
 {
     return world->link && !world->link->shared;
 }
 
-/* Append a frame to the buffer, which has room for it (see the top of this file). Do nothing
- * without a link, or where the control page is shared. */
+/* Append a frame to the buffer, which has room for it (see the top of this file). Do nothing if
+ * there is no link or the control page is shared. */
 static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                 const void *data, size_t bytes)
 {
@@ -7477,7 +7486,7 @@ static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, in
     link->out_bytes += sizeof frame + bytes;
 }
 
-/* Append a frame for rank 0 or, on rank 0, for all, and send as much as the sockets accept now. */
+/* Append a frame for rank 0 or, on rank 0, for all ranks; then send what the sockets accept. */
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes)
 {
@@ -7485,7 +7494,7 @@ DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind k
     if (world->link) dtrain__link_flush(world->link);
 }
 
-/* Return the first rank that has not been sent all of the buffer; -1: all has been sent. */
+/* Return the first rank that has not been sent the whole buffer; -1 if there is none. */
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 {
     const dtrain__link *link = world->link;
@@ -7496,7 +7505,7 @@ DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Write a frame from rank `from` into the control page and, on rank 0, forward it; false when the
+/* Write a frame from rank `from` into the control page and, on rank 0, forward it; false if the
  * frame is malformed. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
                                 const char *data)
@@ -7505,7 +7514,7 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     const int rank = frame->rank;
     bool news = true;
     if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
-    if (rank == world->rank) return true; /* rank 0 sends it to all */
+    if (rank == world->rank) return true; /* rank 0 forwards a frame to its sender, too */
     if (frame->kind == DTRAIN__FRAME_GATHER) {
         dtrain__gather_slot *slot = &control->slots[rank];
         const uint64_t number = slot->sequence + 1;
@@ -7542,9 +7551,9 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     return true;
 }
 
-/* Receive once from rank `from`, and apply the whole frames. Close the connection when the other
- * end has closed it or has sent nonsense: that rank is then lost, unless its exit has been recorded
- * before. */
+/* Receive once from rank `from`, and apply complete frames. If the other end has closed the
+ * connection or has sent a malformed frame, close it: the rank is lost, unless its exit has been
+ * recorded. */
 static void dtrain__link_receive(dtrain_world *world, int from)
 {
     dtrain__connection *end = &world->link->ends[from];
@@ -7553,7 +7562,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
     bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
-    /* a socket that cannot be read for as long as a deadline counts as closed */
+    /* A socket that has been unreadable for a whole deadline counts as closed. */
     if (got >= 0 || errno == EAGAIN || errno == EINTR) end->unread_ns = 0;
     else if (!end->unread_ns) end->unread_ns = dtrain__now_ns();
     else if (dtrain__now_ns() - end->unread_ns >= world->timeout_ns) open = false;
@@ -7577,7 +7586,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
                             sizeof world->control->exits[from]);
 }
 
-/* Send and receive without blocking, after waiting up to nap_ms for a socket to be ready. */
+/* Wait up to nap_ms for a ready socket, then send and receive without blocking. */
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
 {
     dtrain__link *link = world->link;
@@ -7588,18 +7597,17 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
         polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
         polls[i].revents = 0;
     }
-    const bool blind = poll(polls, (nfds_t)link->count, nap_ms) < 0; /* then all are asked */
+    const bool blind = poll(polls, (nfds_t)link->count, nap_ms) < 0; /* then read all sockets */
     for (int i = 0; i < link->count; i++)
         if (polls[i].revents & ~POLLOUT || (blind && polls[i].fd >= 0))
             dtrain__link_receive(world, i);
     dtrain__link_flush(link);
 }
 
-/* Measure the offset of this rank's clock to rank 0's, once, after the rendezvous, so that tools
- * can lay traces beside each other. Rank 0 reads its clock for a round after it has this rank's
- * reading of the round before: so half of the time between that reading and the end of the round
- * bounds the error (Cristian, "Probabilistic Clock Synchronization", 1989). The shortest round
- * counts. */
+/* Measure the offset between rank 0's clock and this rank's, once, after the rendezvous, so that
+ * tools can align traces. In each round rank 0 reads its clock after it has received this rank's
+ * reading of the previous round. So half of the time from that reading to the end of the round
+ * bounds the error (Cristian, "Probabilistic Clock Synchronization", 1989). Keep the best round. */
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
 {
     uint64_t mine = 0, all[DTRAIN_MAX_RANKS];
@@ -7615,8 +7623,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Send and receive from inside a wait. It costs some microseconds, so at most once a
- * millisecond. */
+/* Send and receive during a wait: at most once a millisecond, because it takes microseconds. */
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 {
     const uint64_t now = dtrain__now_ns();
@@ -7627,7 +7634,7 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 
 /* ==== src/world/rendezvous.c ================================================================== */
 
-/* The rendezvous: how ranks of a launcher meet
+/* The rendezvous: how the ranks of a launcher connect
  *
  *     rank r                                           rank 0, listening
  *     hello: magic, version, layout, job,        ->
@@ -7635,37 +7642,36 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
  *                                                <-    reply, at once: rank r is in, or a
  *                                                      sentence that says why not
  *
- * From then on the connection is the link's (link.c), and all ranks gather. The gathering ends when
- * the last rank has come; where one does not come, rank 0 aborts it with its own sentence.
+ * The connection then belongs to the link (link.c), and all ranks gather. The gathering ends when
+ * the last rank has connected. If a rank does not connect, rank 0 aborts with a sentence.
  *
  * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else the launcher's name of the run).
- * In a hello it covers the other fields; in a reply also the proof of the hello that is answered.
- * So both ends know that they belong to one run, and the key itself is never sent.
+ * The proof of a hello covers its other fields. The proof of a reply also covers the proof of the
+ * hello. So both ends know that they belong to one run, and the key itself is never sent.
  *
- * This is defended against:
- * - Strangers: a port scanner, a web browser, a rank of another run, a user who does not know the
- *   key. They are turned away, and rank 0 continues to wait: a stranger must not end the run.
- * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending ones at
- *   a time, and a further one replaces the oldest.
- * - Another job at the port, where neither has a key: its ranks have another desc.job, and are
- *   turned away while the right ones come.
+ * The rendezvous handles:
+ * - Strangers: a port scanner, a web browser, a rank of another run, a user without the key. Rank 0
+ *   refuses them and continues to wait: a stranger must not end the run.
+ * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending
+ *   connections at a time, and a further one replaces the oldest.
+ * - Another job at the port, if neither job has a key: its ranks have another desc.job. Rank 0
+ *   refuses them while its own ranks connect.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
- * It does not protect from a reader of the traffic: nothing is encrypted, and a recorded hello is
- * as good as the key. The network must keep such readers away. */
+ * The traffic is not encrypted, and a recorded hello is as good as the key. The network must keep
+ * readers away. */
 
 #define DTRAIN__HELLO_MAGIC 0x374b5444u /* "DTK7": the seventh protocol */
 #define DTRAIN__PENDING_MOST 64u
 #ifndef POLLRDHUP /* Linux has it; libc shows it where _GNU_SOURCE came first */
 #define POLLRDHUP 0x2000
 #endif
-#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
-#define DTRAIN__REFUSAL_NS \
-    3000000000u /* after a failure, send it so long to ranks that come late */
+#define DTRAIN__ANSWER_NS 10000000000u  /* limit of a connect and its reply */
+#define DTRAIN__PATIENCE_NS 5000000000u /* how long to wait for another run at the port to end */
+#define DTRAIN__REFUSAL_NS 3000000000u  /* how long a failed rank 0 answers ranks that come late */
 #define DTRAIN__REPLY_OTHER_JOB 1
-#define DTRAIN__OTHER_JOB_NS 10000000000u /* prefer ranks of this job so long: other_job */
+#define DTRAIN__OTHER_JOB_NS 10000000000u /* how long to prefer ranks of this job: other_job */
 
 typedef struct dtrain__hello {
     uint32_t magic;
@@ -7681,7 +7687,7 @@ typedef struct dtrain__reply {
     uint64_t proof;
 } dtrain__reply;
 
-/* A connection that rank 0 has accepted and that has not sent its whole hello. */
+/* A connection that rank 0 has accepted, before its hello is complete. */
 typedef struct dtrain__pending {
     int socket; /* -1: none */
     size_t got;
@@ -7693,13 +7699,13 @@ typedef struct dtrain__rendezvous {
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
     char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
-    uint64_t other_ns; /* rank 0: when a rank of another job first called */
-    bool stranger;     /* other ranks: rank 0 of another run has answered ... */
-    uint64_t until_ns; /* ... and so long it may be about to end */
+    uint64_t other_ns; /* rank 0: time of the first hello from another job; 0: none */
+    bool stranger;     /* other ranks: rank 0 of another run has answered */
+    uint64_t until_ns; /* after `stranger`: time until which the other run can still end */
 
     /* Rank 0. */
     int listener;
-    int came;                                      /* ranks whose hello has been answered */
+    int came;                                      /* number of ranks that got a reply */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* connection n is at n % PENDING_MOST */
     uint32_t accepted;                             /* connections so far */
     bool answered[DTRAIN_MAX_RANKS];
@@ -7715,7 +7721,7 @@ static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, c
     return dtrain__siphash(chain, message, bytes - sizeof(uint64_t));
 }
 
-/* Hash the sizes of the structs that ranks share in memory or send: they must be equal. */
+/* Hash the sizes of the structs that ranks share in memory or send. They must be equal. */
 DTRAIN__PRIVATE uint64_t dtrain__shared_sizes(void)
 {
     const uint64_t none[2] = {0, 0};
@@ -7740,13 +7746,13 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Say whether it has failed: then the control page has the abort, which is the result of all. */
+/* Return true after a failure: the abort in the control page is the result of all ranks. */
 static bool dtrain__meet_failed(const dtrain__rendezvous *r)
 {
     return dtrain__load(&r->world->control->aborted.state) == 2;
 }
 
-/* Log every 10 s what is missing, or abort with it when it is too late. */
+/* Log every 10 s which ranks are missing; abort with that sentence if `late` is an error. */
 static void dtrain__meet_missing(dtrain__rendezvous *r, dtrain_result late, const char *text)
 {
     if (late != DTRAIN_OK) dtrain_world_abort(r->world, late, text);
@@ -7756,9 +7762,8 @@ static void dtrain__meet_missing(dtrain__rendezvous *r, dtrain_result late, cons
     }
 }
 
-/* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
- * 30 s, by keepalive (10 s of silence, then 4 probes 5 s apart) or by data that nobody
- * acknowledges. */
+/* Set the options of a socket. Small frames are sent at once. A lost host is noticed within 30 s:
+ * by keepalive (10 s of silence, then 4 probes 5 s apart) or by unacknowledged data. */
 static void dtrain__socket_tune(int socket)
 {
     static const int options[][2] = {{TCP_NODELAY, 1},
@@ -7774,7 +7779,7 @@ static void dtrain__socket_tune(int socket)
         setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
-/* Send a message that fits in the kernel's buffer; false when the connection is broken. */
+/* Send a message that fits in the kernel's buffer; false if the connection is broken. */
 static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 {
     size_t sent = 0;
@@ -7789,8 +7794,8 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
- * rank 0's address is a loopback one, which only this host can reach, listen only there. */
+/* Listen at all addresses of this host, with one socket for IPv6 and IPv4 if both exist. If rank
+ * 0's address is a loopback address, listen only there. */
 static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
@@ -7827,7 +7832,7 @@ static bool dtrain__listen(dtrain__rendezvous *r)
     return false;
 }
 
-/* Answer the hello that had this proof; false when the connection is broken. */
+/* Answer the hello with this proof; false if the connection is broken. */
 static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
                              int result, const char *why)
 {
@@ -7853,9 +7858,9 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     dtrain__socket_close(&pending->socket);
 }
 
-/* Turn away a rank of another job, which has no key to be told from it by. Where nobody else comes
- * in its place for OTHER_JOB_NS, it is taken for one of this job that was set differently, and let
- * in: the programs compare what they were told, and can say what differs. */
+/* Refuse a rank of another job when no key tells the jobs apart. If no rank of this job connects in
+ * its place within OTHER_JOB_NS, let it in: it is a rank of this job with other settings, and the
+ * programs compare their settings and can say which one differs. */
 static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     const dtrain__hello *hello = &pending->hello;
@@ -7875,8 +7880,8 @@ static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
     return true;
 }
 
-/* Read more of a pending connection. When its hello is complete and of this run, reply, and make
- * the connection that of its rank. */
+/* Read more of a pending connection. When its hello is complete and belongs to this run, reply and
+ * hand the connection to the link. */
 static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     dtrain__hello *hello = &pending->hello;
@@ -7897,7 +7902,7 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
     if (dtrain__other_job(r, pending)) return;
-    /* a rank that knows the key and contradicts this one ends the run */
+    /* A rank that knows the key and contradicts this rank ends the run. */
     const dtrain__hello own = dtrain__hello_make(r);
     const int rank = hello->rank;
     dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
@@ -7921,7 +7926,7 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, failed ? why->code : 0,
                                        failed ? why->text : "");
     if (sent && end && rank && !r->answered[rank]) {
-        r->came++; /* a rank that got no reply calls again */
+        r->came++; /* a rank that got no reply connects again */
         r->answered[rank] = true;
     }
     if (!sent || failed) {
@@ -7933,10 +7938,10 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     pending->socket = -1;
 }
 
-/* Wait up to 0.1 s for connections and hellos, and handle them. What a rank that has come sends is
- * read when all have come; until then only the end of its connection is of interest. A new
- * connection replaces the oldest pending one: ranks send their hello at once, so that one is a
- * stranger. Log every 10 s which ranks are missing, and fail when the deadline has passed. */
+/* Wait up to 0.1 s for connections and hellos, and handle them. The link reads the frames of a rank
+ * when all ranks have come; until then rank 0 only watches for the end of the connection. A new
+ * connection replaces the oldest pending one, which must be a stranger: ranks send their hello at
+ * once. Log every 10 s which ranks are missing, and fail after the deadline. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -7993,8 +7998,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     dtrain__meet_missing(r, now >= r->deadline_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK, text);
 }
 
-/* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
- * that come late. */
+/* Wait for all ranks. After a failure, reply it to ranks that come late, for at most REFUSAL_NS. */
 static void dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
@@ -8010,12 +8014,11 @@ static void dtrain__host_world(dtrain__rendezvous *r)
     }
     if (!dtrain__listen(r)) return;
     if (!r->place->named)
-        dtrain_log(
-            r->world, DTRAIN_LOG_INFO,
-            "this run has neither DTRAIN_JOB_KEY nor a name of its launcher's: at %s port %u "
-            "%s tells it from another job",
-            r->place->address, r->place->port,
-            r->place->job ? "only what it was told to train" : "nothing");
+        dtrain_log(r->world, DTRAIN_LOG_INFO,
+                   "this run has neither DTRAIN_JOB_KEY nor a name of its launcher's: at %s port "
+                   "%u %s tells it from another job",
+                   r->place->address, r->place->port,
+                   r->place->job ? "only what it was told to train" : "nothing");
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
     while (r->came < others && !dtrain__meet_failed(r)) dtrain__meet_round(r);
     const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
@@ -8027,7 +8030,7 @@ static void dtrain__host_world(dtrain__rendezvous *r)
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* Note why a call to rank 0 failed; a later call may succeed. An answer of another run is kept:
+/* Note why a call to rank 0 failed; a later call can succeed. Keep the answer of another run: a
  * later "connection refused" would hide the better reason. */
 DTRAIN__PRINTF(2, 3)
 static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
@@ -8040,8 +8043,8 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. False when
- * another call may succeed. */
+/* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. Return false
+ * if another call can succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
@@ -8093,8 +8096,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     return true;
 }
 
-/* Call rank 0 at all its addresses until one call has a result. Rank 0 may not have started yet,
- * and another run may still listen at its port. */
+/* Call rank 0 at all its addresses until a call has a result: rank 0 can start later, and another
+ * run can still listen at the port. */
 static void dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
@@ -8127,10 +8130,9 @@ static void dtrain__join_world(dtrain__rendezvous *r)
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: make this rank's control page and
- * its link, with connections. Then gather until all have come; rank 0 has the better sentence, so
- * the others wait a little longer than it does. An abort is the result of every rank, with its code
- * and its sentence. */
+/* Connect all ranks of a world that another launcher has started: make this rank's control page,
+ * link and connections. Then gather until all ranks have come. Rank 0 has the best sentence, so the
+ * other ranks wait 2 s longer. An abort's code and sentence are the result of every rank. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     const uint64_t timeout_ns = world->timeout_ns;
@@ -8163,19 +8165,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
 
 /* One host, one control page
  *
- * Joined ranks that are all on one host share memory as forked ranks do. Rank 0 makes a file
- * without a name (memfd) and sends the others its address; they open the file through
- * /proc/<pid>/fd and map it at the same address, or all ranks try another address. Ranks that are
- * threads of one process use the mapping of the first of them. The kernel frees the file when the
- * last rank has ended, however it ended.
+ * If all joined ranks are on one host, they share memory as forked ranks do. Rank 0 makes a file
+ * without a name (memfd) and sends its address. The other ranks open the file through
+ * /proc/<pid>/fd and map it at the same address; if one cannot, all ranks try another address.
+ * Ranks that are threads of one process use the mapping of the first of these ranks. The kernel
+ * frees the file when the last rank has ended, however it ended.
  *
- * Only the world's all-gather is used, which is a link's or a host program's (launch/join.c). */
+ * This file needs only the world's all-gather: the link's or a host program's (launch/join.c). */
 
-/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept.
- * Ranks that can see each other's processes and memory have the same host name, boot and namespaces
- * of a container: a hash of these is the host. /proc hides a part from all ranks of a host or from
- * none; only want of descriptors or memory is this rank's own failure. Learn also which process
- * each rank is. */
+/* Number the hosts and the ranks of each host, unless the launcher has numbered the local ranks;
+ * note the process of each rank. Ranks that can see each other's processes and memory have the same
+ * host name, boot id and container namespaces: a hash of these identifies the host. What /proc
+ * hides, it hides from all ranks of a host; only a lack of descriptors or memory is an error. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -8203,16 +8204,16 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     world->mapper = world->rank;
     for (int i = 0; i < world->size; i++) {
-        const bool here = all[i].host == own.host;
-        if (here && dtrain__process_started(all[i].pid) != all[i].started)
+        const bool local = all[i].host == own.host;
+        if (local && dtrain__process_started(all[i].pid) != all[i].started)
             all[i].started = 0; /* hidden from this rank: see dtrain__look_for_lost */
         int first = 0;
         while (all[first].host != all[i].host) first++;
-        if (here && first == i) world->node = hosts;
-        local_rank += i < world->rank && here;
-        local_size += here;
+        if (local && first == i) world->node = hosts;
+        local_rank += i < world->rank && local;
+        local_size += local;
         hosts += first == i;
-        if (here && all[i].pid == own.pid && i < world->mapper) world->mapper = i;
+        if (local && all[i].pid == own.pid && i < world->mapper) world->mapper = i;
     }
     world->node_count = hosts;
     if (place->forks) local_rank = world->rank - place->rank;
@@ -8222,14 +8223,14 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-/* Rank 0's region; bytes = 0: it could not make one. */
+/* Rank 0's region; bytes is 0 if rank 0 could not make one. */
 typedef struct dtrain__offer {
     uint64_t address, bytes, inode;
     int32_t pid, file;
 } dtrain__offer;
 
-/* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
- * process may have its number by now. */
+/* Map rank 0's region at rank 0's address. First check that the file is rank 0's: another process
+ * can have got its pid. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
 {
     char path[64];
@@ -8256,14 +8257,15 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
-/* Where regions are put: far from programs, libraries and stacks, and from the shadow memory of
- * sanitizers. Other worlds of a process can be there, each process having different ones: so rank 0
- * draws one of 32 places after each. In the last attempt the kernel chooses rank 0's address. */
+/* Addresses for regions: far from programs, libraries, stacks and the shadow memory of sanitizers.
+ * Other worlds of a process can lie at these addresses, so rank 0 draws one of the 32 places that
+ * follow each address. In the last attempt the kernel chooses. */
 #define DTRAIN__PLACE_BYTES ((uintptr_t)1 << 38)
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
-/* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the gathering itself. */
+/* Make one attempt with all ranks: rank 0 offers a region, the other ranks map it, and all gather
+ * the sentences of ranks that failed (world->no_region, "" if none did). Return an error only if
+ * the gathering fails. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region)
 {
@@ -8278,17 +8280,12 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
         if (offer.file < 0 || fstat(offer.file, &status) != 0)
             result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-        for (int tries = 0; result == DTRAIN_OK && !region->control; tries++) {
-            const uintptr_t drawn = dtrain__now_ns() * 0x9e3779b97f4a7c15u >> 59;
-            const uintptr_t at =
-                attempt < 5 ? dtrain__places[attempt % 3] + drawn * DTRAIN__PLACE_BYTES : 0;
+        const uintptr_t drawn = dtrain__now_ns() * 0x9e3779b97f4a7c15u >> 59;
+        const uintptr_t at =
+            attempt < 5 ? dtrain__places[attempt % 3] + drawn * DTRAIN__PLACE_BYTES : 0;
+        if (result == DTRAIN_OK)
             result = dtrain__map_region(reserve_bytes, (uint32_t)world->size, (void *)at,
                                         offer.file, region);
-            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || tries == 16)
-                break;
-            munmap(region->control, region->bytes);
-            region->control = NULL;
-        }
         if (result == DTRAIN_OK) {
             offer.address = (uint64_t)(uintptr_t)region->control;
             offer.bytes = region->bytes;
@@ -8322,8 +8319,7 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     return gathered;
 }
 
-/* Unmap a joined rank's control page, its own or the shared one, of which the last rank in this
- * process takes care. */
+/* Unmap a joined rank's control page. The last rank of a process unmaps a shared page. */
 DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world)
 {
     dtrain__control *control = world->page.control;
@@ -8333,9 +8329,9 @@ DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world)
     world->page.control = NULL;
 }
 
-/* Make a joined rank, which has met the others, a rank like any other: find the ranks of this host,
- * and where all are on one host move from this rank's own control page to a shared one. Where no
- * address is free in every rank, ranks continue without shared memory, as on several hosts. */
+/* Find the hosts of joined ranks. If all ranks are on one host, move from this rank's private
+ * control page to a shared page. If no address is free in every rank, continue without shared
+ * memory, as on several hosts. */
 DTRAIN__PRIVATE dtrain_result dtrain__find_page(dtrain_world *world, const dtrain__placement *place,
                                                 size_t reserve_bytes)
 {
@@ -8361,30 +8357,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__find_page(dtrain_world *world, const dtrai
 
 /* Requests to stop
  *
- * A scheduler that needs the machine sends SIGTERM, and some send SIGUSR1 some time before; a user
- * sends SIGINT; a terminal that is closed sends SIGHUP. With catch_signals (launch/launch.h) a
- * handler notes the signal, and nothing else, because it may interrupt anything: a wait of this
- * library, a checkpoint that is being written.
+ * A scheduler that needs the machine sends SIGTERM, and some schedulers send SIGUSR1 before that. A
+ * user sends SIGINT, and a terminal that closes sends SIGHUP. With catch_signals (launch/launch.h)
+ * a handler only notes the signal, because it can interrupt anything: a wait of this library, or a
+ * checkpoint that is being written.
  *
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1 --> noted --> stop_requested of this rank --> the ranks
  *                                     exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
  *     SIGUSR2            --> counted; the next wait or call writes a dump (comm/flight.c)
  *
- * A handler is passed only a number, so what it notes belongs to the process: the one mutable state
- * of this library that is no world's. */
+ * A handler gets only a number, so its notes belong to the process. They are the only mutable state
+ * of this library outside of a world. */
 
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
-static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
-static uint64_t dtrain__stop_ns;      /* atomic: when the first one but SIGUSR1 came; 0: none did */
-static uint32_t dtrain__dump_signals; /* atomic: how many SIGUSR2 came */
+static int dtrain__signal_seen;        /* atomic: the first signal, 0 = none */
+static uint64_t dtrain__stop_ns;       /* atomic: time of the first signal but SIGUSR1; 0: none */
+static uint32_t dtrain__dump_signals;  /* atomic: number of SIGUSR2 */
 static const int dtrain__caught_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
 enum { DTRAIN__CAUGHT = sizeof dtrain__caught_signals / sizeof dtrain__caught_signals[0] };
-static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's actions ... */
-static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... for those that are caught */
+static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's actions */
+static bool dtrain__caught[DTRAIN__CAUGHT];            /* true if the handler is installed */
 
-/* Note a signal. A second request to stop restores the default action and raises the signal again;
- * it is blocked in the handler, so it ends the process when the handler returns. All calls are
+/* Note a signal. A second request to stop restores the default action and raises the signal again,
+ * which ends the process when the handler returns: the signal is blocked until then. All calls are
  * async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
@@ -8404,15 +8400,15 @@ static void dtrain__on_signal(int number)
     errno = error;
 }
 
-/* Say whether SIGHUP is ignored, as under nohup: it then stays ignored. */
+/* Return true if SIGHUP is ignored, as under nohup: it then stays ignored. */
 DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
 {
     struct sigaction found;
     return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
-/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; then set this thread's
- * mask to `mask` without these signals: in this order a pending signal is caught. */
+/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2. Then set this thread's
+ * mask to `mask` without these signals: the handler gets a signal that is pending. */
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
 {
     struct sigaction action;
@@ -8433,7 +8429,7 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
     pthread_sigmask(SIG_SETMASK, &mask, NULL);
 }
 
-/* Begin to catch signals in a process that outlives its ranks: one run at a time. */
+/* Begin to catch signals in a process that outlives its ranks, for one run at a time. */
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t mask)
 {
     uint32_t none = 0;
@@ -8454,7 +8450,7 @@ DTRAIN__PRIVATE void dtrain__signals_end(void)
     dtrain__store(&dtrain__signals_taken, 0u);
 }
 
-/* Return how many flight records have been asked for by signals. */
+/* Return the number of dumps that signals have requested. */
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain__dump_signals); }
 
 /* Return the signal that this process has caught, 0 for none. */
@@ -8544,11 +8540,17 @@ static inline bool dtrain__capturing(dtrain_device *device)
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
 /* clang-format on */
 
-/* The entries of a device that has finished its work when a call returns: from stream_create to
- * event_query, from graph_begin to range_end, and with is_device_memory between them. */
-#define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
+/* The table of a device that has finished its work when a call returns: no streams, events or
+ * graphs. Its functions are dtrain__<name>_create and so on, its kernels entry(op) of each. */
+#define DTRAIN__HOST_TABLE(name, host_memory, query, host_free, is_device_memory, entry)          \
+    {                                                                                             \
+        DTRAIN_DEVICE_ABI, #name, host_memory, dtrain__##name##_create, dtrain__##name##_destroy, \
+            query, dtrain__cpu_synchronize, dtrain__##name##_alloc, dtrain__##name##_free,        \
+            dtrain__##name##_copy, dtrain__##name##_zero, dtrain__##name##_host_alloc, host_free, \
+            NULL, NULL, dtrain__cpu_copy_async, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,   \
+            is_device_memory, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,               \
+            DTRAIN__KERNEL_LIST(entry, entry)                                                     \
+    }
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \
@@ -9306,6 +9308,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int colo
 DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
+/* comm/circle.c */
+DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
+                                       int rank);
+DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain__wait *wait);
+
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work);
@@ -9666,16 +9674,6 @@ DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 
 /* ---- Which ranks a wait is for ----------------------------------------------------------------*/
 
-/* Say whether an operation waits for another rank's side, as far as this rank can see. */
-static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
-{
-    const bool message = !work->op.sequence;
-    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
-    return message || work->state == DTRAIN__MOVING
-               ? comm->transport->lags(&comm->base, &work->op, rank)
-               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
-}
-
 /* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
  * what this one has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
@@ -9700,7 +9698,8 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
 }
 
 /* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
- * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". */
+ * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". A circle proves
+ * nothing at a deadline: messages of these ranks can be under way on a slow network. */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
@@ -9835,12 +9834,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait or a test, after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so: has another rank failed the
- * communicator, called something else, left? Before that, advance once more: what other ranks did
- * until they failed or left may be all that was needed. */
+/* Make the rarer checks of a wait (NULL: of a test, which does not wait), after dtrain__wait_poll
+ * returned `turn`, and fail the communicator if they say so: is there a circle, has another rank
+ * failed the communicator, called something else, left? Before that, advance once more: what other
+ * ranks did until they failed or left may be all that was needed. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
-                                 dtrain_result turn)
+                                 dtrain__wait *wait, dtrain_result turn)
 {
     dtrain_world *world = comm->base.world;
     const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
@@ -9850,6 +9849,10 @@ static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waite
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (waited->done || comm->failed) return;
 
+    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
+    if (wait)
+        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
+    if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
 
@@ -9886,7 +9889,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         dtrain__engine_advance_all(comm);
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* may set failed */
     }
     bool ok = work->done;
     if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
@@ -9895,6 +9898,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -9905,7 +9909,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -10031,6 +10035,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 {
     int members[DTRAIN_MAX_RANKS];
     for (int i = 0; i < world->size; i++) members[i] = i;
+    world->look_for_circle = dtrain__look_for_circle;
     return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
 }
 
@@ -10789,6 +10794,178 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged)
 }
 DTRAIN__COLD
 
+/* ==== src/comm/circle.c ======================================================================= */
+
+/* Circles: ranks that wait for each other
+ *
+ * Rank 0 waits in a barrier of all ranks for rank 1, which waits in a receive on the pipeline axis
+ * for rank 0. Neither communicator can see this by itself, and no deadline is needed to know it. A
+ * wait that has lasted a while gets a number, and its rank shows on the control page which
+ * operation it is for. Two waits become a fact in three steps, at polls:
+ *
+ *     waiter     shows its wait n and the operation
+ *     awaited    finds during its own wait m that it has not started its side: writes (n, m)
+ *     waiter     reads (n, m), moves all that can be moved, still waits: confirms it
+ *
+ * A fact says that n cannot end well before m has ended. For the operation ends well only after the
+ * awaited rank has started its side; it had not when it wrote (n, m), during m; and a rank starts
+ * nothing during a wait. Messages have no numbers: there, "not started" means that no message of
+ * the pair is under way on the awaited rank. What that rank sent or took before it wrote (n, m),
+ * the waiter moves before it confirms; so another message has to be started.
+ *
+ * A circle of facts (n1, n2), (n2, n3), ..., (nk, n1) proves that none of these waits can end well:
+ * the first one to end would end before the next one. Facts stay true for ever, so it does not
+ * matter when each was read. A rank that computes, sleeps or only tests its operations has no
+ * numbered wait, so it is in no circle, however slow it is. Nor is one whose wait has ended with an
+ * error: it may go on. Only a rank that has found a circle leaves its wait to be seen.
+ *
+ * Ranks that share no control page, and ranks over NCCL, find no circles. */
+
+#define DTRAIN__CIRCLE_NAMED 3 /* ranks of a circle in an error sentence */
+
+/* Say whether an operation waits for another rank's side, as far as this rank can see. */
+DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
+                                       int rank)
+{
+    const bool message = !work->op.sequence;
+    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
+    return message || work->state == DTRAIN__MOVING
+               ? comm->transport->lags(&comm->base, &work->op, rank)
+               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
+}
+
+/* Number the wait of this rank, for `work` or, if NULL, for a world all-gather, and show it. */
+static void dtrain__show_wait(dtrain_world *world, const dtrain__engine *comm,
+                              const dtrain__work *work, dtrain__wait *wait)
+{
+    dtrain__long_wait *own = &world->control->long_waits[world->rank];
+    const char *axis = work && comm->base.axis ? comm->base.axis : "";
+    const char *span = world->timeline.depth > 1 ? world->timeline.open[0].name : "";
+    char call[80] = "dtrain_world_all_gather", ranks[64] = "";
+    size_t used = 0;
+    dtrain__store(&own->comm, work ? comm->base.number : -1);
+    dtrain__store(&own->sequence, work ? work->op.sequence : world->gather_count);
+    dtrain__store(&own->kind, work ? work->op.what.kind : 0);
+    if (work) dtrain__describe(&work->op.call, work->op.sequence, call, sizeof call);
+    for (int i = 0; work && i < comm->base.size && i < 6; i++)
+        used +=
+            (size_t)snprintf(ranks + used, sizeof ranks - used, " %d%s", comm->base.world_ranks[i],
+                             i == 5 && comm->base.size > 6 ? " ..." : "");
+    snprintf(own->text, sizeof own->text, "%s (%s%s%sranks%s)%s%.16s%s", call, axis,
+             *axis ? " axis, " : "", work ? "" : "all ", ranks, *span ? " during \"" : "", span,
+             *span ? "\"" : "");
+    wait->number = ++world->long_wait_count;
+    dtrain__store(&own->number, wait->number);
+}
+
+/* Say whether this rank has started its side of an operation in which `waiter` waits. If it is not
+ * in that communicator, or has destroyed it or not yet made it, it has not. */
+static bool dtrain__has_started(const dtrain_world *world, const dtrain__long_wait *other,
+                                int waiter)
+{
+    const dtrain__engine *comm = world->comms;
+    const int64_t number = dtrain__load(&other->comm);
+    const uint64_t sequence = dtrain__load(&other->sequence);
+    if (number < 0) return world->gather_count >= sequence;
+    while (comm && comm->base.number != number) comm = comm->next;
+    if (!comm) return false;
+    if (sequence) return comm->sequence >= sequence;
+    for (const dtrain__work *work = comm->queue; work; work = work->next)
+        if (!work->op.sequence && comm->base.world_ranks[work->op.what.root] == waiter &&
+            work->op.what.kind != dtrain__load(&other->kind))
+            return true;
+    return false;
+}
+
+/* Confirm what other ranks have written about the wait of this one, after moving what they did
+ * before. A transport that is slower than the page gets its grace, from the newest fact on. */
+static void dtrain__confirm_facts(dtrain_world *world, dtrain__engine *comm,
+                                  const dtrain__work *work, dtrain__wait *wait)
+{
+    const int size = work ? comm->base.size : world->size;
+    uint64_t *at[DTRAIN_MAX_RANKS], found[DTRAIN_MAX_RANKS], sum = 0;
+    for (int i = 0; i < size; i++) {
+        at[i] = &world->control->facts[work ? comm->base.world_ranks[i] : i][world->rank];
+        found[i] = dtrain__load(at[i]);
+        if (found[i] >> 32 != wait->number) found[i] = 0;
+        sum += found[i];
+    }
+    if (sum != wait->facts) wait->facts_ns = wait->last_ns;
+    wait->facts = sum;
+    if (!sum || (work && wait->last_ns - wait->facts_ns < comm->transport->grace_ns)) return;
+    if (work) dtrain__engine_advance(comm);
+    /* Once a collective moves, all ranks have called it: facts about it are out of date. */
+    if (work && (work->done || (work->op.sequence && work->state == DTRAIN__MOVING))) return;
+    for (int i = 0; i < size; i++)
+        if (found[i] && (!work || dtrain__waits_for(comm, work, i)))
+            dtrain__store(at[i], found[i] | 1); /* over a newer one: that is written again */
+}
+
+/* Find a shortest circle that wait n of this rank is in, breadth first: path[0] is this rank, and
+ * path[i] waits for path[i + 1]. Return its length; 0: there is none. The search goes from a rank
+ * to those that wait for it. */
+static int dtrain__find_circle(const dtrain_world *world, uint64_t n, int *path)
+{
+    uint64_t waits[DTRAIN_MAX_RANKS] = {0}; /* of the ranks that have been reached; 0: not yet */
+    int reached[DTRAIN_MAX_RANKS], awaited[DTRAIN_MAX_RANKS], count = 1, length = 1;
+    waits[reached[0] = path[0] = world->rank] = n;
+    for (int at = 0; at < count; at++)
+        for (int i = 0; i < world->size; i++) {
+            const uint64_t fact = dtrain__load(&world->control->facts[reached[at]][i]);
+            const uint64_t number = dtrain__load(&world->control->long_waits[i].number);
+            const uint64_t ends_after = fact >> 1 & 0x7fffffffu;
+            if (!(fact & 1) || ends_after != waits[reached[at]] || fact >> 32 != number) continue;
+            if (i == world->rank) {
+                for (int r = reached[at]; r != i; r = awaited[r]) path[length++] = r;
+                return length;
+            }
+            if (waits[i]) continue;
+            waits[i] = number;
+            awaited[i] = reached[at];
+            reached[count++] = i;
+        }
+    return 0;
+}
+
+/* Look for a circle from inside a wait, for `work` or, if NULL, for a world all-gather. */
+DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain__wait *wait)
+{
+    int path[DTRAIN_MAX_RANKS];
+    char list[DTRAIN__CIRCLE_NAMED * 144] = "", more[40] = "";
+    size_t used = 0;
+    if (wait->waited_ns < world->long_wait_ns ||
+        wait->last_ns - wait->looked_ns < world->long_wait_ns / 512)
+        return DTRAIN_OK;
+    wait->looked_ns = wait->last_ns;
+    if (!wait->number) dtrain__show_wait(world, comm, work, wait);
+    /* Write a fact for each rank whose wait may need what this rank has not started. If rank i
+     * begins another wait while this rank reads, the fact is about a wait that is over, and rank i
+     * does not confirm it. */
+    const uint64_t m = wait->number;
+    for (int i = 0; i < world->size; i++) {
+        const dtrain__long_wait *other = &world->control->long_waits[i];
+        uint64_t *fact = &world->control->facts[world->rank][i];
+        const uint64_t n = dtrain__load(&other->number);
+        if (dtrain__load(fact) >> 1 == (n << 31 | m)) continue;
+        if (!dtrain__has_started(world, other, i)) dtrain__store(fact, n << 32 | m << 1);
+    }
+    dtrain__confirm_facts(world, comm, work, wait);
+    const int length = dtrain__find_circle(world, wait->number, path);
+    for (int i = 0; i < length && i < DTRAIN__CIRCLE_NAMED; i++)
+        used += (size_t)snprintf(list + used, sizeof list - used,
+                                 "%srank %d waits for rank %d in %.110s", i ? "; " : "", path[i],
+                                 path[(i + 1) % length], world->control->long_waits[path[i]].text);
+    if (!length) return DTRAIN_OK;
+    wait->number = 0; /* the wait stays shown: the other ranks of the circle find it too */
+    if (length > DTRAIN__CIRCLE_NAMED)
+        snprintf(more, sizeof more, "; ... %d more ranks", length - DTRAIN__CIRCLE_NAMED);
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "the ranks wait for each other in a circle: %s%s; make the same calls on "
+                       "all of them",
+                       list, more);
+}
+
 /* ==== src/comm/staged.c ======================================================================= */
 
 /* Buffers in device memory: two hooks of the engine
@@ -11060,8 +11237,7 @@ typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
 /* launch/launch.c */
 DTRAIN__PRIVATE uint32_t dtrain__cores(void);
-DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
-                                                   int size);
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, dtrain__launch *launch);
 
 /* launch/environment.c */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
@@ -11227,7 +11403,8 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 #endif
             if (getppid() != launch->launcher) _exit(1);
             if (launch->desc.catch_signals)
-                dtrain__signals_install(launch->desc.flight_directory != NULL, launch->old_mask);
+                dtrain__signals_install(launch->desc.options.flight_directory != NULL,
+                                        launch->old_mask);
             else pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
             const int code = dtrain__rank_run(launch, i);
             fflush(NULL);
@@ -11287,13 +11464,15 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Check what a launch and a join have in common. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
-                                                   int size)
+/* Check and resolve what a launch and a join have in common. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, dtrain__launch *launch)
 {
-    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_world_options *options = &launch->desc.options;
+    const uint32_t size = (uint32_t)launch->place.size;
+    const size_t path = options->flight_directory ? strlen(options->flight_directory) : 0;
     const dtrain__bound bounds[] = {
-        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
+        {options->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)options->log_level, "0 to 4"},
         /* (int): a program may have been given a negative number */
         {desc->threads_per_rank > 4096, "the number of threads",
          (double)(int)desc->threads_per_rank, "0 to 4096"},
@@ -11303,12 +11482,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrai
     if (desc->device_ops == dtrain__plan_device_ops())
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the plan device runs no kernel: expected cpu or cuda", call);
-    if (desc->node_ranks && (uint32_t)size % desc->node_ranks)
+    if (options->node_ranks && size % options->node_ranks)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "%s: node_ranks is %u, expected a divisor of the %d ranks (1 makes every "
+            "%s: node_ranks is %u, expected a divisor of the %u ranks (1 makes every "
             "rank a node)",
-            call, desc->node_ranks, size);
+            call, options->node_ranks, size);
+    options->allocator = dtrain__resolve_allocator(&options->allocator);
+    launch->log.write = options->log;
+    launch->log.user = options->log_user;
+    launch->log.level = (dtrain_log_level)options->log_level;
     return DTRAIN_OK;
 }
 
@@ -11320,15 +11503,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     dtrain__placement *place = &launch->place;
     DTRAIN__TRY(dtrain__abi_check("dtrain_launch", given ? given->abi : NULL, &launch->abi));
     DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_launch_desc, given, desc));
-    launch->log.write = desc->log;
-    launch->log.user = desc->log_user;
-    launch->log.level = (dtrain_log_level)desc->log_level;
     launch->log.rank = -1;
     uint32_t most = desc->rank_count;
     if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
         most = desc->default_rank_count;
-    if (!desc->flight_directory || !desc->flight_directory[0])
-        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
+    const char **dumps = &desc->options.flight_directory;
+    if (!*dumps || !**dumps) *dumps = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
     const dtrain__bound bounds[] = {{most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
                                      "at most 256 (DTRAIN_MAX_RANKS)"},
                                     {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
@@ -11350,7 +11530,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
-    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", desc, place->size));
+    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -11359,7 +11539,6 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
     launch->restarts.most = desc->restarts;
     launch->restarts.backoff_ms = desc->backoff_ms;
-    desc->allocator = dtrain__resolve_allocator(&desc->allocator);
     launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->is_rank ? getpid() : 0;
     return DTRAIN_OK;
 }
@@ -11409,7 +11588,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->passed_on = 0;
     *info = dtrain__no_end;
     dtrain_result result =
-        dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
+        dtrain__map_region(launch->desc.options.reserve_bytes, arenas, NULL, -1, &launch->region);
     if (result != DTRAIN_OK) return result;
     dtrain__control *control = launch->region.control;
     info->rank_count = (uint32_t)launch->place.size;
@@ -11466,7 +11645,8 @@ static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain
     const bool catches = launch.desc.catch_signals && !launch.launcher;
     pthread_sigmask(SIG_SETMASK, NULL, &launch.old_mask);
     if (result == DTRAIN_OK && catches)
-        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, launch.old_mask);
+        result =
+            dtrain__signals_begin(launch.desc.options.flight_directory != NULL, launch.old_mask);
     if (result == DTRAIN_OK && launch.launcher) {
         sigemptyset(&launch.watched);
         sigaddset(&launch.watched, SIGCHLD);
@@ -11580,16 +11760,45 @@ DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world)
     dtrain__free(&allocator, world, 1, sizeof *world);
 }
 
+/* Create the rank's device, and warn of kernels that were compiled for an older GPU. */
+static dtrain_result dtrain__make_device(const dtrain__launch *launch, dtrain_world *world)
+{
+    const dtrain_world_options *options = &launch->desc.options;
+    dtrain_device_desc device;
+    dtrain_device_info gpu;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join.stream;
+    device.oversubscribed = world->oversubscribed;
+    device.math = options->math;
+    device.tune = options->tune;
+    device.memory_limit = options->memory_limit;
+    device.allocator = options->allocator;
+    DTRAIN__TRY(dtrain_device_create(launch->desc.device_ops, &device, &world->device));
+    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
+        gpu.code_version && gpu.code_version / 10 < gpu.major)
+        dtrain_log(
+            world, DTRAIN_LOG_WARNING,
+            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
+            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+            gpu.code_version, gpu.name, gpu.major, gpu.minor,
+            gpu.code_version < 80
+                ? ", and attention does without tensor cores, several times slower"
+                : "",
+            gpu.major, gpu.minor);
+    return DTRAIN_OK;
+}
+
 /* Make a rank's world. On failure *out may be half a world, for dtrain__world_destroy. */
 DTRAIN__OWN_FRAME
 DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                                    dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
-    dtrain_device_desc device;
-    dtrain_device_info gpu;
+    const dtrain_world_options *options = &desc->options;
     dtrain_world *world =
-        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+        (dtrain_world *)dtrain__alloc(&options->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
@@ -11600,12 +11809,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
-    world->node_ranks = (int)desc->node_ranks;
+    world->node_ranks = (int)options->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
-    world->allocator = desc->allocator;
+    world->allocator = options->allocator;
     world->log = launch->log;
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
@@ -11622,44 +11832,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
 #ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
     madvise(mine, dtrain__page_bytes(), MADV_WIPEONFORK);
 #endif
-    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
+    DTRAIN__TRY(
+        dtrain__timeline_create(world, options->flight_directory, &options->trace, dtrain__dump));
     if (!world->guest) world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__meet(world, &launch->place));
     if (world->guest) DTRAIN__TRY(dtrain__guest_meet(world));
     if (world->page.control)
-        DTRAIN__TRY(dtrain__find_page(world, &launch->place, desc->reserve_bytes));
+        DTRAIN__TRY(dtrain__find_page(world, &launch->place, options->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
-    memset(&device, 0, sizeof device);
-    device.thread_count = world->threads;
-    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
-    device.stream = launch->join.stream;
-    device.oversubscribed = world->oversubscribed;
-    device.math = desc->math;
-    device.tune = desc->tune;
-    device.memory_limit = desc->memory_limit;
-    device.allocator = desc->allocator;
-    if (desc->trace.path && desc->trace.path[0])
+    if (options->trace.path && options->trace.path[0])
 #if DTRAIN__MONITOR
-        DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
+        DTRAIN__TRY(dtrain__trace_create(world, &options->trace));
 #else
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: a trace belongs to monitor, which is not compiled: "
                            "leave out trace, or DTRAIN_OMIT_MONITOR (DTRAIN_CORE)");
 #endif
-    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
-        gpu.code_version && gpu.code_version / 10 < gpu.major)
-        dtrain_log(
-            world, DTRAIN_LOG_WARNING,
-            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
-            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
-            gpu.code_version, gpu.name, gpu.major, gpu.minor,
-            gpu.code_version < 80
-                ? ", and attention does without tensor cores, several times slower"
-                : "",
-            gpu.major, gpu.minor);
+    DTRAIN__TRY(dtrain__make_device(launch, world));
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) world->base_bytes = dtrain__process_bytes();
     return DTRAIN_OK;
@@ -11850,22 +12041,11 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     given = &launch->join;
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
-    desc->log_level = given->log_level;
-    desc->reserve_bytes = given->reserve_bytes;
-    desc->allocator = dtrain__resolve_allocator(&given->allocator);
     desc->device_ops = given->device_ops;
     desc->comm_ops = given->comm_ops;
-    desc->math = given->math;
-    desc->tune = given->tune;
-    desc->memory_limit = given->memory_limit;
-    desc->node_ranks = given->node_ranks;
-    desc->flight_directory = given->flight_directory;
-    desc->trace = given->trace;
+    desc->options = given->options;
     desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
-    launch->log.write = given->log;
-    launch->log.user = given->log_user;
-    launch->log.silent = !given->log;
-    launch->log.level = (dtrain_log_level)desc->log_level;
+    launch->log.silent = !given->options.log;
     launch->place.rank = given->rank;
     launch->place.size = given->size;
     launch->place.local_rank = -1;
@@ -11873,7 +12053,7 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     if (given->rank < 0 || given->rank >= given->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: rank is %d, expected 0 to %d",
                            given->rank, given->size - 1);
-    DTRAIN__TRY(dtrain__check_launch("dtrain_world_join", desc, given->size));
+    DTRAIN__TRY(dtrain__check_launch("dtrain_world_join", launch));
     return dtrain__map_region(0, 0, NULL, -1, &launch->region);
 }
 
@@ -12551,7 +12731,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     dtrain_mesh_desc own;
     DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
     desc = &own;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
+    DTRAIN__GIVEN("dtrain_mesh_create", out);
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -12834,35 +13014,34 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
 
 /* The strategy, and what its files call of one another
  *
- * Every file of the room includes it, and with it the interfaces of core, world, communicator and
- * device that they share. DDP is read in three files and shards in two more:
+ * Every file of strategy/ includes this header. Three files show DDP, and two more the sharding:
  *
  *     layout.c       the table of kinds; buckets, shards and their owners
  *     reduce.c       from ready to publish, with the steps of DDP and of shards
  *     units.c        sharded values: gather, release, the walk back
- *     steps.c        the lists of steps; the only file that knows all of them
- *     create.c       making one, and its end
+ *     steps.c        the lists of steps; the only file that knows all steps
+ *     create.c       creation and destruction
  *
- * Beside that road, a file a topic:
+ * The other files hold one topic each:
  *
- *     params.c, stages.c      the host's parameters; the stages of a pipeline
+ *     params.c, stages.c      the host's parameters; pipeline stages
  *     counts.c, samples.c     the mean over samples; the weights of losses
  *     norm.c                  the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
  *     wire.c, ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
- *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
- *     calls.c                 calls of device and communicator, and how an error stands
+ *     settings.c, compare.c   checks of the desc; comparison of ranks
+ *     calls.c                 calls of device and communicator; permanent errors
  *     memory.c, values.c      memory of a layout; whole values
- *     query.c, view.c        answers to the host and to other rooms
+ *     query.c, view.c         answers to the host and to other rooms
  *     plan.c                  memory that a strategy will need */
 
 /* ==== src/strategy/layout_internal.h ========================================================== */
 
-/* The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
+/* The tables of a strategy: kinds, parameters, buckets, units, and their memory
  *
  *     dtrain__kind_row  a row of the table of kinds: what is sharded
  *     dtrain__entry     what a strategy knows of one registered parameter
- *     dtrain__bucket    gradients that travel together, and where their values and shards are
+ *     dtrain__bucket    gradients that travel together, and the memory of their values and shards
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
@@ -12871,11 +13050,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
 
 /* ==== src/strategy/core_view_internal.h ======================================================= */
 
-/* A strategy as optimizers see it, and with them all rooms above
+/* A strategy as optimizers and all later rooms see it
  *
- * They ask these questions beside the public API, and know nothing of buckets, units and layouts. A
- * parameter is named by its index in the array. A function that communicates says so; all are cheap
- * enough for once a parameter and step. */
+ * These rooms know nothing of buckets, units and layouts. A parameter is named by its index in the
+ * array. A function that communicates says so. Every function is cheap enough to be called once per
+ * parameter and step. */
 
 /* State of compression for a piece of a parameter, kept from step to step in device memory. */
 typedef struct dtrain__kept {
@@ -12885,18 +13064,20 @@ typedef struct dtrain__kept {
     float *velocity;       /* (count), or NULL without topk_momentum */
 } dtrain__kept;
 
-/* The members of a strategy that other rooms read and write themselves. */
+/* Members of a strategy that other rooms read and write. */
 typedef struct dtrain__notes {
-    /* Of tape and trainer: */
-    float weight;               /* of the next backward */
-    bool several;               /* one backward covers several micro-batches (pipeline) */
+    /* Used by tape and trainer: */
+    float weight;       /* weight of the next backward */
+    bool pipelined;     /* one backward covers all micro-batches of a step */
+    int64_t batch_comm; /* number of a batch normalisation's communicator, or 0: its ranks either
+                           all have a batch, or none has */
     const float *device_weight; /* device memory: the weight of a recorded step; or NULL */
-    float *counts; /* (1 + param_count) device memory: after finish, the sum of all ranks' weights,
-                      and of each parameter how many ranks have a gradient */
-    /* Of checkpoints: */
+    float *counts; /* (1 + param_count) device memory, valid after finish: the sum of all ranks'
+                      weights; for each parameter the number of ranks that have a gradient */
+    /* Used by checkpoints: */
     uint64_t sync_count; /* steps that were reduced */
-    const char *torn;    /* the call that failed while it replaced values; NULL: none. Until a load
-                            succeeds the strategy is not usable */
+    const char *torn;    /* call that failed while it replaced values, or NULL. The strategy is not
+                            usable until a load succeeds */
 } dtrain__notes;
 
 /* ---- The whole --------------------------------------------------------------------------------*/
@@ -12911,22 +13092,22 @@ DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
 
-/* Which stages there are, and who has them: strategy/stages.c. */
+/* The stages of a pipeline and their ranks: strategy/stages.c. */
 typedef struct dtrain__stage_map {
-    int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
-    int32_t stages;          /* of the model, stage s on rank s % ranks; 1 without a pipeline */
-    int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
+    int ranks, rank, chunks; /* of the pipeline axis; stages per rank */
+    int32_t stages;          /* stage s is on rank s % ranks; 1 without a pipeline */
+    int32_t *units;          /* (2 * unit_count) pairs of a unit and its stage */
     size_t unit_count, room;
 } dtrain__stage_map;
 /* List the units of parameters and divide them among the stages of a pipeline; desc NULL = a zeroed
- * one. A map whose making failed can be freed. */
+ * desc. The map can be freed after an error too. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain_allocator *a,
                                                      const dtrain_param *params, size_t count,
                                                      const dtrain_pipeline_desc *desc,
                                                      const dtrain__groups *groups);
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
-/* Return the stage of a unit; -1: no parameter belongs to it. */
+/* Return the stage of a unit; -1 if no parameter belongs to the unit. */
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
@@ -12937,63 +13118,63 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Add an update's rates to a hash; fail on all ranks if the hash, or a flag of a parameter such as
- * FROZEN, differs between ranks. */
+/* Add an update's rates to a hash. Then: fail on all ranks if the hash or the flags of a parameter
+ * (FROZEN) differ between ranks. */
 DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
-/* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
+/* Keep an error for all later calls, and fail the communicators so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
-/* Say what a step would need to be recorded in a graph; NULL: nothing. */
+/* Return what a step lacks to be recorded in a graph; NULL: nothing. */
 DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy);
-/* Forget the micro-batches of a step under way. */
+/* Forget the micro-batches of the step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/
 
-/* Tell whether optimizers update it: no alias, and not frozen. */
+/* True if optimizers update the parameter: it is no alias and not frozen. */
 DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
-/* Find the piece of its value, gradient and state that this rank keeps; false: none. */
+/* Find the piece of a value, gradient and state that this rank keeps; false if it keeps none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard);
 /* True if no rank keeps the whole parameter. */
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
 /* False if only pipeline stages on other ranks use the parameter. */
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
-/* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
+/* Return the first rank of the pipeline axis that uses the parameter. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
-/* Tell whether a rank had a gradient of it in the last step: otherwise updates leave it out. */
+/* True if any rank had a gradient in the last step; otherwise updates leave the parameter out. */
 DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
-/* Count the elements of all parts together; describe the part that this rank has. */
+/* Count the elements of all parts together. Describe the part of this rank. */
 DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p);
 DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
                                                  const dtrain__groups *groups);
-/* Round fp32 elements up to a cache line; add to an address that may be NULL. */
+/* Round a number of fp32 elements up to a cache line. Add to an address, which can be NULL. */
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 
 /* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
 
-/* Sum the squares of all gradients; the host waits. Collective where they are sharded or cut. */
+/* Sum the squares of all gradients; the host waits. Collective if they are sharded or cut. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
 
-/* Take part in a forward pass without a batch. Complete the sums of counts of a step, and tell
- * whether it had no samples. */
+/* Take part in a forward pass without a batch. Complete the counts of a step; *empty: it had no
+ * samples. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
 
 /* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
 
-#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn */
+#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one piece of an update */
 
 /* Return the CPU device that updates offloaded shards; NULL without offload. */
 DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
-/* Order an update and the compute stream. At its begin copies down wait for the compute that is
- * queued; when it `ends` compute waits for copies up. */
+/* Order an update and the compute stream. At the begin, copies down wait for queued compute. At the
+ * end (`ends`), compute waits for copies up. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends);
-/* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */
+/* Queue a copy to host memory, unless `to` is NULL, and record event `turn`, 0 or 1, after it. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
                                                   const float *from, int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn);
@@ -13019,79 +13200,77 @@ typedef struct dtrain__classes {
 typedef struct dtrain__kind_row {
     const char *name;
     dtrain__classes shards;
-    bool owners;   /* a shard is a list of whole tensors, as optimizers of matrices need them */
-    bool replicas; /* shards are those of a node's ranks; every node has all, and they are summed */
+    bool owners;   /* a shard is a list of whole tensors, as optimizers of matrices need */
+    bool replicas; /* the ranks of a node share a copy; copies of several nodes are averaged */
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
     struct dtrain__bucket *bucket; /* of its storage, or NULL */
-    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen, and
-                                      its storage is here */
-    bool whole;                    /* its value and gradient are never sharded */
+    bool trainable;                /* has a gradient: not frozen, nor its storage, and its storage
+                                      has memory on this rank */
+    bool whole;                    /* value and gradient are never sharded */
     bool marked;                   /* ready was called in this backward */
-    bool seen;                     /* it had a gradient in this step */
-    bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* the host has given no array: the library lends one, and initialises it */
-    bool lends_grad;  /* the same of the gradient */
-    bool here;        /* its unit is in a stage that this rank has */
-    /* Of storages alone: */
-    uint32_t unit;    /* index of their unit, NONE when several units use them */
-    bool tied;        /* stages of other ranks have copies of it */
-    uint32_t uses;    /* trainable entries here that share this gradient: dtrain__lay_out */
-    uint32_t pending; /* those not yet marked in this backward */
-    int64_t offset;   /* first element within the bucket */
-    float *own_value; /* memory of the library for a value that is whole, or NULL */
-    /* memory of the library for the arrays in the host's type; NULL: fp32, or the host's own. In
-     * units they are where dtrain__lay_typed says, while the unit is gathered. */
+    bool seen;                     /* had a gradient in this step */
+    bool warned;                   /* its missing gradient was reported */
+    bool lends_value;              /* the value is an array of the library, which initialises it */
+    bool lends_grad;               /* the gradient is an array of the library */
+    bool local;                    /* a pipeline stage of this rank uses it */
+    /* Of storages only: */
+    uint32_t unit;    /* index of its unit; NONE: several units use it */
+    bool tied;        /* pipeline stages on other ranks have copies */
+    uint32_t uses;    /* trainable entries on this rank that share this gradient */
+    uint32_t pending; /* entries not yet marked in this backward */
+    int64_t offset;   /* first element in the bucket */
+    float *own_value; /* memory of the library for a whole value, or NULL */
+    /* Memory of the library for arrays in the host's type; NULL: the type is fp32, or the host owns
+     * the arrays. In gathered units valid while the unit is gathered (dtrain__lay_typed). */
     void *typed_value, *typed_grad;
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
-    uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
-    bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
-    bool sharded;      /* each rank updates a shard of it */
-    bool tied;         /* it is one weight, of which stages of other ranks have copies */
-    bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
-                          elsewhere: so it travels in every backward */
+    uint32_t unit;     /* index of its unit; NONE: several units use it, or it is cut by size */
+    bool trainable;    /* false: frozen values of a unit, gathered and never reduced */
+    bool sharded;      /* each rank updates a shard */
+    bool tied;         /* one weight, of which pipeline stages on other ranks have copies */
+    bool shards_grads; /* the reduced shard has separate memory: reduced in every backward */
     int64_t count;     /* words, padding included */
-    int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
-    int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
-                                         them, or with several nodes its slice (bucket_close) */
+    int64_t shard_first, shard_count; /* this rank's shard; of a whole bucket everything */
+    int64_t slice_first, slice_count; /* elements that this rank exchanges between nodes; with one
+                                         node all (dtrain__layout_turn) */
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
-    uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    const struct dtrain__step_list *steps; /* from its gradients to their mean: steps.c */
-    uint32_t step; /* how far they are: 0, the number of the step under way, or DTRAIN__REDUCED */
+    uint32_t uses, pending;           /* sums over the members' fields of this name */
+    const struct dtrain__step_list *steps; /* steps from its gradients to their mean: steps.c */
+    uint32_t step; /* 0: not begun; number of the step under way; or DTRAIN__REDUCED */
     dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* state of compression (steps_internal.h), or NULL */
-    float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
-    int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
-    bool tensor_packed;
-    float *values, *grads;           /* (count) */
-    float *value_shard, *grad_shard; /* (shard_count); in host memory if: */
+    float *tensor_sum;     /* (tensor_count) packed gradients to sum over the tensor axis */
+    int64_t tensor_count;  /* 0: nothing is summed over the tensor axis */
+    float *values, *grads; /* (count) */
+    float *value_shard, *grad_shard; /* (shard_count), in host memory if the flag below is set */
     bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads;     /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
     uint16_t *typed_values, *typed_grads; /* (count) of a unit: arrays in the host's type */
 } dtrain__bucket;
 
-/* Where the values of a unit are: the drawing is in units.c. */
+/* The state of a unit's values: the drawing is in units.c. */
 typedef enum dtrain__unit_state {
     DTRAIN__UNIT_ABSENT,
-    DTRAIN__UNIT_COMING,
-    DTRAIN__UNIT_HERE,
+    DTRAIN__UNIT_GATHERING,
+    DTRAIN__UNIT_GATHERED,
     DTRAIN__UNIT_SHOWN
 } dtrain__unit_state;
 
-/* Units stand in registration order of their first parameters. */
+/* Units stand in the order in which their first parameters are registered. */
 typedef struct dtrain__unit {
     uint32_t id;                        /* dtrain_param.unit */
     dtrain__bucket *trainable, *frozen; /* its buckets, or NULL */
     bool own_memory;                    /* no slot: stays from its first gather to publish */
     dtrain__unit_state state;
-    dtrain__unit_state before; /* to restore after a read, which borrows slots */
+    dtrain__unit_state before; /* state to restore after dtrain_strategy_read, which uses slots */
 } dtrain__unit;
 
-/* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
+/* Two buffers that units use in turn, unit u number u % 2; each fits the largest unit. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
     uint16_t *low_values[2], *low_grads[2];  /* NULL for fp32 */
@@ -13108,39 +13287,39 @@ typedef struct dtrain__layout {
     /* Type of sums, shards and masters: F32, or (parameters in fp64) F64. Counts and offsets of
      * buckets are in words of 4 bytes: an element of F32 is one, of F64 two. */
     uint32_t dtype;
-    int ranks, rank;             /* among those that share one copy of the model */
-    int all, all_rank;           /* among all of the strategy */
-    int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
-    int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
-    int tensor_ranks;            /* that share each cut parameter */
-    bool partial;                /* sequence parallelism: gradients of whole parameters are to be
+    int ranks, rank;             /* ranks that share one copy of the model; this rank among them */
+    int all, all_rank;           /* ranks of the strategy; this rank among them */
+    int node_ranks;              /* ranks of a node if hierarchical on several nodes; otherwise 1 */
+    int slice_ranks, slice_rank; /* ranks that exchange a slice: one per node; otherwise all */
+    int tensor_ranks;            /* ranks that share each cut parameter */
+    bool partial;                /* sequence parallelism: gradients of whole parameters are
                                     summed over the tensor axis */
-    /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
-     * says. state: any of them; grads: units make gradients in alternating buffers and keep shards;
-     * params: values are gathered. */
+    /* Classes that are really sharded: with one rank, or accumulation LAST, fewer than the kind
+     * says. state: any class; grads: backward writes gradients into alternating buffers, and shards
+     * have separate memory; params: values are gathered. */
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
-    const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
-    struct dtrain_hook_tensor *tensors;         /* (count) of compression, or NULL */
-    struct dtrain__compressed *compressed;      /* (count), one a bucket */
-    uint64_t state_bytes;                       /* residuals and velocities */
-    float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
+    const dtrain_compression_desc *compression; /* NULL: none, or one rank */
+    struct dtrain_hook_tensor *tensors;         /* (count) for compression, or NULL */
+    struct dtrain__compressed *compressed;      /* (count) one per bucket */
+    uint64_t state_bytes;                       /* bytes of residuals and velocities */
+    float *bounce[2];        /* bounce buffers in host memory, for results to add to a shard */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
-    uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
-    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
+    uint32_t *owners;        /* (count) ZERO3: owner rank of each storage */
+    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: first element of each rank's shard */
     size_t bucket_count, unit_count;
-    /* Buckets that may be launched in a backward. Buckets of weights that stages of other ranks
-     * have too come last and wait for finish: a stage that began their sum in the middle of a
-     * schedule would, where collectives run in the order of their start, wait for a stage that
-     * waits for a message from it. */
+    /* End of the buckets that may be launched before finish. The later ones are weights tied
+     * between stages of several ranks. Assume that a stage started their sum in the middle of a
+     * schedule, and that collectives run in the order of their start: it would wait for a stage
+     * that waits for a message from it. */
     size_t untied;
     dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
-    uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
+    uint64_t value_bytes, grad_bytes; /* bytes on the device, whoever allocated them */
 } dtrain__layout;
 
 /* strategy/params.c */
@@ -13153,7 +13332,7 @@ DTRAIN__PRIVATE uint32_t dtrain__sums_dtype(const dtrain_param *params, size_t c
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, void *value);
-#define DTRAIN__STAGING_COUNT 1024 /* elements that go through the stack: no call can fail */
+#define DTRAIN__STAGING_COUNT 1024 /* elements of a buffer on the stack: no call can fail */
 
 /* strategy/layout.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
@@ -13175,117 +13354,114 @@ DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t w
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
 
-#define DTRAIN__LOSS_SUMS 8 /* sums of means over different samples that a loss may have */
+#define DTRAIN__LOSS_SUMS 8 /* most sums of means over different samples in a loss */
 
-/* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
+/* Sums of squares of a rank: of what it counts for the norm, of what the tensor axis repeats. */
 #define DTRAIN__SQUARES 2
 
 typedef struct dtrain__step dtrain__step;
-typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                      const dtrain__step *step);
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One step of a bucket from its gradients to their mean. begin prepares and starts collectives on
- * the step's own communicator; when they are done end is called, and the next step begins. Without
- * a communicator the step is done when begin returns. */
+ * the step's own communicator. When they are done, end is called, and the next step begins. A step
+ * without a communicator is done when begin returns. */
 struct dtrain__step {
     dtrain__step_fn *begin, *end; /* end may be NULL */
     dtrain_comm *comm;
 };
 
-#define DTRAIN__STEPS 10 /* the most steps of a list ... */
-#define DTRAIN__COMMS 12 /* ... and communicators of two lists and of gathers */
+#define DTRAIN__STEPS 10 /* most steps of a list */
+#define DTRAIN__COMMS 12 /* most communicators of two lists and of gathers */
 
-/* dtrain__bucket.step: 0 before the first step, the number of the step under way, or this. */
+/* dtrain__bucket.step after the last step; 0 before the first, else the number of the step. */
 #define DTRAIN__REDUCED 99u
 
-/* The steps of whole, or of sharded buckets, in their order (steps.c). */
+/* The steps of whole or of sharded buckets, in order (steps.c). */
 typedef struct dtrain__step_list {
     dtrain__step list[DTRAIN__STEPS];
-    uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
+    uint32_t count, early_count; /* steps in the last backward of a training step, and before it */
     uint32_t collectives;        /* steps that have a communicator */
-    /* Waits until what steps have queued has left the buffers, and with `over`, at the end of a
-     * backward, until it is where it belongs; or NULL. */
+    /* Waits until queued copies have read the gradient buffers; with `over`, at the end of a
+     * backward, until the copies have arrived. NULL: there are no copies. */
     dtrain_result (*settle)(dtrain_strategy *strategy, bool over);
-    dtrain_reduce_op op; /* SUM where two collectives in a row make the mean, as sums that
-                                    are multiplied by 1/N once; in fp16 and fp64 they are means */
+    dtrain_reduce_op op; /* SUM if two collectives in a row make the mean: the sum is multiplied by
+                            1/N once. In fp16 and fp64 each collective makes a mean */
 } dtrain__step_list;
 
-/* Streams and events between a GPU and host memory. `arrived` is for gradients: in a
- * backward they reach the bounce buffers, in an update the optimizer's staging buffers. */
+/* Streams and events between a GPU and host memory. `arrived`: in a backward, gradients have
+ * reached the bounce buffers; in an update, the optimizer's staging buffers. */
 typedef struct dtrain__offload {
-    dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
-    dtrain_stream *down, *up; /* copies to the host, and to the device */
-    dtrain_event *order;      /* lets one stream wait for another */
-    dtrain_event *arrived[2]; /* a copy has reached host memory */
-    dtrain__bucket
-        *bounced[2];      /* bucket to whose shard the bounce buffer is to be added, or NULL */
-    uint32_t next_bounce; /* buffer to be used next */
+    dtrain_device *cpu;         /* computes on host memory; NULL: nothing is offloaded */
+    dtrain_stream *down, *up;   /* copies to the host, and to the device */
+    dtrain_event *order;        /* lets one stream wait for another */
+    dtrain_event *arrived[2];   /* a copy has reached host memory */
+    dtrain__bucket *bounced[2]; /* bucket whose shard will get the bounce buffer added, or NULL */
+    uint32_t next_bounce;       /* bounce buffer to use next */
 } dtrain__offload;
 
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain__groups groups;             /* of create; the kind decides which ranks are `copy` */
+    dtrain__groups groups; /* given to create; the kind decides which ranks are `copy` */
     dtrain_comm *owned[DTRAIN__COMMS]; /* (owned_count) communicators of steps and gathers */
     size_t owned_count;
-    dtrain_comm *tensor_comm;  /* of the tensor axis, for sums of whole parameters' gradients */
-    dtrain_comm *fetch[2];     /* gathers of values use one, or with several nodes two */
-    dtrain_strategy_desc desc; /* resolved */
-    dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
+    dtrain_comm *tensor_comm;            /* tensor axis: sums of gradients of whole parameters */
+    dtrain_comm *fetch[2];               /* gathers of values; two with several nodes */
+    dtrain_strategy_desc desc;           /* resolved */
+    dtrain_compression_desc compression; /* target of desc.compression, unless it is NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
     dtrain__stage_map stages;
-    dtrain_pipeline_desc pipeline; /* what desc.pipeline points to, if it is not NULL */
-    dtrain_comm **ties;  /* (param_count) of a storage, the ranks of several stages that have copies
-                           of it, or NULL; those of the same ranks share one */
-    dtrain__notes notes; /* what other rooms read and write */
+    dtrain_pipeline_desc pipeline; /* target of desc.pipeline, unless it is NULL */
+    dtrain_comm **ties;  /* (param_count) ranks that have copies of a storage that pipeline stages
+                            tie, or NULL; storages with the same ranks share one */
+    dtrain__notes notes; /* members that other rooms read and write */
 
     /* The step under way. */
-    dtrain__step_list whole, sharded; /* the steps of buckets */
+    dtrain__step_list whole, sharded; /* steps of whole and of sharded buckets */
     bool lockstep; /* second collectives start only at launches and in finish, which come in the
                       same order on every rank. NCCL runs collectives in the order of their starts:
-                      if ranks started a step whenever the one before is done, their orders would
-                      differ, and they would wait for each other in a circle */
+                      if each rank started a step as soon as the step before it was done, orders
+                      would differ, and ranks would wait for each other in a circle */
     uint64_t compressed_from; /* sync_count of the first step with compression */
-    size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
+    size_t launched, oldest;  /* end of the buckets that are launched, and that are reduced */
     size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
     float weights;            /* sum of the weights of this step's backwards so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t full_batch;       /* samples that weigh 1 (samples.c); 0: not agreed on yet */
-    /* Sums of means in a loss (samples.c): their samples in the step's first micro-batch, how many
-     * have been counted in it, how many the last loss of a step or of an evaluation had, and
-     * whether all ranks know that number. */
+    int64_t full_batch;       /* samples of weight 1 (samples.c); 0: not agreed on yet */
+    /* The sums of means in a loss (samples.c): their samples in the step's first micro-batch; the
+     * count of sums seen in this step; the count in the last loss of [a training step, an
+     * evaluation]; true if all ranks know that count. */
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];
-    bool evaluates; /* the trainer's evaluation is under way */
-    /* Takes part, without a batch, in what losses on other ranks agree on; NULL without a tape. */
+    bool evaluates; /* an evaluation of the trainer is under way */
+    /* Agrees with the losses of other ranks in a pass without a batch; NULL without a tape. */
     dtrain_result (*join_loss)(dtrain_strategy *strategy, dtrain_pass pass);
-    int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
-    uint32_t position;     /* unit gathered last, NONE before a pass */
-    uint32_t backward;     /* unit that this backward has reached, NONE before it */
-    bool entered;          /* that unit was gathered for this backward, and not yet released */
-    dtrain_result failure; /* of communicator or device: every later call returns it */
+    uint32_t position;     /* unit gathered last; NONE before a pass */
+    uint32_t backward;     /* unit that this backward has reached; NONE before a backward */
+    bool entered;          /* unit `backward` was gathered for it, and not yet released */
+    dtrain_result failure; /* error of communicator or device; every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
 
     /* Memory. */
     dtrain_allocator allocator;
-    dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
+    dtrain_work **works;  /* (param_count, 2 works_per_bucket) reduces and gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    double *gathered;     /* (DTRAIN__SQUARES a rank of `all`): scratch */
-    uint64_t *hashes;     /* (param_count) of values, while verify compares them */
-    double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
-                             norm of gradients; the counts follow them */
-    size_t sums_bytes;    /* of both */
-    float *sums;          /* (1 + param_count) the host's copy of notes.counts: counts.c */
-    bool counts_due;      /* `sums` has only this rank's part: read the counts before use */
+    double *gathered;     /* (DTRAIN__SQUARES per rank of `all`) scratch */
+    uint64_t *hashes;     /* (param_count) hashes of values, while verify compares them */
+    double *sum_squares; /* (DTRAIN__SQUARES, and as many per rank of `model`) device memory for the
+                             norm of gradients; notes.counts follow in the same block */
+    size_t sums_bytes;   /* bytes of that block */
+    float *sums;         /* (1 + param_count) host copy of notes.counts (counts.c) */
+    bool counts_due;     /* `sums` has this rank's part only: read the counts before use */
     dtrain_work *counts_work;
     size_t works_per_bucket, shard_count;
     dtrain__kept *kept; /* (param_count), kept_count in use */
@@ -13294,11 +13470,11 @@ struct dtrain_strategy {
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
-/* A strategy that is not made: the memory that it would need is counted. */
+/* A strategy that is planned and not made. */
 typedef struct dtrain__planned {
     dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression;
-    dtrain__layout layout; /* all zero: none */
+    dtrain__layout layout; /* all zero: no layout */
     dtrain__stage_map stages;
 } dtrain__planned;
 
@@ -13726,8 +13902,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
  *     rank                       0     |  1  |  0  |  1
  *
  * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
- * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients
- * up before anything else is done with them, and so they stay equal. The first rank counts it where
+ * stream of one index, so that they are equal from the start; TIE (ties.c) adds their gradients up
+ * before anything else is done with them, and so they stay equal. The first rank counts it where
  * something of the model counts once. */
 
 /* ---- Which stage ------------------------------------------------------------------------------*/
@@ -13739,10 +13915,25 @@ DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint
     return -1;
 }
 
-/* Check that stages have units, each one, and together all of them. */
-static dtrain_result dtrain__stage_check(const dtrain__stage_map *map, const uint32_t *units)
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups)
 {
     const char *const call = "dtrain_strategy_create";
+    memset(map, 0, sizeof *map);
+    map->ranks = groups->pipeline_ranks;
+    map->rank = groups->pipeline_rank;
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
+    map->stages = map->ranks * map->chunks;
+    map->room = count;
+    map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
+    if (!map->units) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
+        if (dtrain__stage_of_unit(map, params[i].unit) < 0)
+            map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
+    const uint32_t *units = desc && map->stages > 1 ? desc->units : NULL;
     uint64_t sum = 0;
     for (int32_t s = 0; s < map->stages && units; s++) {
         sum += units[s];
@@ -13757,33 +13948,12 @@ static dtrain_result dtrain__stage_check(const dtrain__stage_map *map, const uin
                            "%s: the %d numbers of pipeline->units add up to %llu units, and the "
                            "parameters belong to %zu; every unit is in one stage",
                            call, (int)map->stages, (unsigned long long)sum, map->unit_count);
-    if (map->unit_count >= (size_t)map->stages || map->stages == 1) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "%s: the parameters belong to %zu units, which leave a stage of %d (%d ranks "
-        "x %d chunks) empty; take fewer ranks or chunks, or give the model more units",
-        call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
-                                                     const dtrain_allocator *a,
-                                                     const dtrain_param *params, size_t count,
-                                                     const dtrain_pipeline_desc *desc,
-                                                     const dtrain__groups *groups)
-{
-    memset(map, 0, sizeof *map);
-    map->ranks = groups->pipeline_ranks;
-    map->rank = groups->pipeline_rank;
-    DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
-    map->stages = map->ranks * map->chunks;
-    map->room = count;
-    map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
-    if (!map->units) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < count; i++) /* units in the order of their first parameters */
-        if (dtrain__stage_of_unit(map, params[i].unit) < 0)
-            map->units[2 * map->unit_count++] = (int32_t)params[i].unit;
-    const uint32_t *units = desc && map->stages > 1 ? desc->units : NULL;
-    DTRAIN__TRY(dtrain__stage_check(map, units));
+    if (map->unit_count < (size_t)map->stages && map->stages > 1)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: the parameters belong to %zu units, which leave a stage of %d (%d ranks "
+            "x %d chunks) empty; take fewer ranks or chunks, or give the model more units",
+            call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
     const size_t even = map->unit_count / (size_t)map->stages;
     const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
     size_t at = 0;
@@ -13843,29 +14013,29 @@ DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t 
 
 /* The layout: which parameters travel together, and which rank keeps which part of them
  *
- * A layout is a pure function of what all ranks have in common. They need not exchange it, and a
- * plan can make one without ranks. Ranks of a tensor axis may have parts of different lengths, and
- * still put the same parameters into the same buckets in the same order: whoever decides by length
- * takes that of an even part (dtrain__even_count).
+ * A layout is a pure function of what all ranks have in common. Ranks need not exchange it, and a
+ * plan can make one without ranks. Ranks of a tensor axis can have parts of different lengths, and
+ * still put the same parameters into the same buckets in the same order: lengths that decide about
+ * buckets are those of an even part (dtrain__even_count).
  *
- *     kind                                                               state  grads  params
- *     DDP: buckets by size, last parameter first, everything whole       -      -      -
- *     ZERO1: the same buckets, each cut in one shard a rank              1/N    -      -
- *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
- *     made in one of two buffers that take turns, and what is reduced
- *     of them is kept apart, in shards
- *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
- *     buffers that take turns ("slots"); unit u uses number u % 2, so
- *     that its addresses are the same whenever it is there
- *     ZERO3: shards end where tensors end                                owner  owner  owner
+ *     kind                                                              state  grads  params
+ *     DDP: buckets by size, last parameter first; everything is whole   -      -      -
+ *     ZERO1: the same buckets, each cut into one shard per rank         1/N    -      -
+ *     SHARD_GRAD_OP and below: a bucket is a unit. Backward writes its  1/N    1/N    -
+ *     gradients into one of two alternating buffers; their reduced
+ *     shard has separate memory
+ *     FULL_SHARD, HYBRID_SHARD: values are gathered into one of two     1/N    1/N    1/N
+ *     slots, unit u into slot u % 2
+ *     ZERO3: shards end where tensors end                               owner  owner  owner
  *
  *     unit u's bucket | tensor a ..... pad | tensor b .... pad | c | pad |
  *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal shards
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
- * several units use, then those that are whole, then weights that stages of several ranks use.
- * Frozen parameters of sharded units have separate buckets, which are gathered, never reduced. */
+ * several units use, then whole parameters, then weights that pipeline stages on several ranks use.
+ * Frozen parameters of sharded units have separate buckets, which are gathered and never
+ * reduced. */
 
 /* In the order of dtrain_strategy_kind, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
@@ -13893,15 +14063,15 @@ static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
     return (dtrain__whole_count(p) + ranks - 1) / ranks;
 }
 
-/* Fill in the unit of each storage (NONE: several use it) and what is trainable: a frozen storage
- * freezes its aliases; a frozen alias only gives up its own contribution. */
+/* Fill in the unit of each storage (NONE: several units use it) and whether it is trainable. A
+ * frozen storage freezes its aliases; a frozen alias only contributes no gradient. */
 static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
-        uint32_t unit = (uint32_t)layout->unit_count; /* a new one, unless it is found */
+        uint32_t unit = (uint32_t)layout->unit_count; /* a new one, unless found below */
         for (uint32_t u = 0; u < layout->unit_count; u++)
             if (layout->units[u].id == p->unit) unit = u;
         if (unit == layout->unit_count) layout->unit_count++;
@@ -13909,16 +14079,17 @@ static void dtrain__lay_units(dtrain__layout *layout)
         layout->units[unit].own_memory = layout->desc->keep_after_forward;
         entry->trainable =
             dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-        entry->here = !p->state.remote;
-        if (!entry->here && dtrain__has_memory(p)) storage->tied = true;
+        entry->local = !p->state.remote;
+        if (!entry->local && dtrain__has_memory(p)) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards.state || (p->flags & DTRAIN_PARAM_BUFFER);
     }
 }
 
-/* Give the largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
- * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). load (ranks) is scratch. */
+/* Choose the owners of tensors: the largest tensor first, each to the rank with the least elements.
+ * This is greedy, and at most 4/3 of the best balance (Graham, "Bounds on multiprocessing timing
+ * anomalies", 1969). load (ranks) is scratch. */
 static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
 {
     memset(load, 0, (size_t)layout->ranks * sizeof *load);
@@ -13944,7 +14115,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     }
 }
 
-/* Begin the next bucket of the table; dtrain__bucket_close counts it, if it has members. */
+/* Begin the next bucket of the table. dtrain__bucket_close counts it if it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
                                           bool sharded)
 {
@@ -13967,7 +14138,8 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(dtrain__words(layout, layout->params[index].count));
 }
 
-/* Close a bucket: pad it, so that its shards, or slices of several nodes, have equal lengths. */
+/* Close a bucket: pad it, so that its shards, or the slices of several nodes, have equal
+ * lengths. */
 static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const int64_t parts = bucket->cuts ? 1 : bucket->sharded ? layout->ranks : layout->node_ranks;
@@ -13975,9 +14147,10 @@ static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
     layout->bucket_count++;
 }
 
-/* Cut all buckets for a rank: shards of equal length, or (ZERO3) from owner to owner. With several
- * nodes, rank l of each node exchanges slice l of a bucket with the ranks l of the other nodes;
- * where buckets are sharded, the one in node m keeps part m of the slice:
+/* Set the shard and slice of this rank in all buckets. Shards have equal lengths; with ZERO3 a
+ * shard is the tensors of one owner. With several nodes, rank l of each node exchanges slice l of a
+ * bucket with the ranks l of the other nodes. In a sharded bucket, rank l of node m keeps part m of
+ * slice l:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
@@ -14002,8 +14175,8 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank)
     }
 }
 
-/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
- * use), owner by owner; return NULL if there are none. */
+/* Make the bucket of a unit's trainable or frozen tensors, owner by owner (unit NONE: tensors that
+ * several units use). Return NULL if there are none. */
 static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
@@ -14027,8 +14200,8 @@ static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit,
 }
 
 /* Fill buckets from the last parameter on, up to a cap, which only a single large gradient may
- * exceed. A tied gradient is final when backward has come to its first entry, the storage: there it
- * is in the order. */
+ * exceed. A tied gradient is final when backward has come to its first entry, the storage; its
+ * place in the order is there. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
     size_t cap = layout->desc->first_bucket_bytes;
@@ -14052,8 +14225,9 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     if (last) dtrain__bucket_close(layout, last);
 }
 
-/* Make a bucket of each tied weight of which stages of other ranks have copies: the last ones, in
- * the same order on all of these ranks, so that no two of them wait for each other in a circle. */
+/* Make a bucket of each tied weight that other ranks' pipeline stages have copies of. These buckets
+ * come last, in the same order on all of these ranks, so that no two ranks wait for each other in a
+ * circle. */
 static void dtrain__lay_ties(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
@@ -14095,15 +14269,15 @@ static void dtrain__lay_out(dtrain__layout *layout)
         if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
-        if (!entry->trainable || !entry->here) continue;
+        if (!entry->trainable || !entry->local) continue;
         storage->uses++;
         bucket->uses++;
     }
 }
 
-/* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
- * laid out by dtrain__lay_memory. The table of buckets has one more than there can be: a bucket is
- * tried before it is known to have members. */
+/* Make the tables of a layout. dtrain__layout_free frees them, also after an error.
+ * dtrain__lay_memory lays out the memory. The table of buckets has one more than there can be: a
+ * bucket is begun before it is known whether it has members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int all,
@@ -14118,9 +14292,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->dtype = dtrain__sums_dtype(params, count);
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
-    /* What is really sharded, and among how many ranks? On one rank nothing is, unless its shard is
-     * in host memory. Gradients that are reduced only in the last micro-batch (LAST) are whole
-     * until then. */
+    /* Which classes are really sharded, and among how many ranks? One rank shards nothing, unless
+     * its shard is in host memory. Gradients that are reduced only in the last micro-batch (LAST)
+     * are whole until then. */
     const dtrain__classes *kind = &layout->kind->shards;
     const int size = (int)desc->node_size;
     layout->all = all;
@@ -14162,7 +14336,7 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Return the bucket of a parameter if it is sharded; NULL: every rank has the whole value. */
+/* Return the bucket of a parameter if it is sharded; NULL if every rank has the whole value. */
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i)
 {
     dtrain__bucket *bucket = layout->entries[i].bucket;
@@ -14394,51 +14568,50 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * DDP is the worked example: the sections below have the numbers of the drawing.
+ * DDP is the worked example. Its numbers are those of the sections below.
  *
- *       the tape or the host        on this rank                         among the ranks
+ *       the tape or the host        on this rank                           among the ranks
  *
  *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_buckets: if all its   all-reduce of the bucket,
- *                                   gradients are marked, begin the      under way from here on
- *                                   first of its steps
+ *     2                             dtrain__launch_buckets: if all         all-reduce of the bucket
+ *                                   gradients of the bucket are marked,    starts
+ *                                   begin its first step
  *       backward of the next layer
- *       dtrain_strategy_ready(q)    dtrain__progress: where a step is    all-reduce done
- *                                   done, end it and begin the next
- *     3 dtrain_strategy_finish      dtrain__close_buckets: fill what
- *                                   was not marked, launch the rest
- *                                   dtrain__reduce_until: wait           gradients are the mean
- *                                   counts.c: of samples, not of ranks   all-reduce of weights
- *       clipping, optimizer         on what dtrain_strategy_shards lists
- *     4 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
+ *       dtrain_strategy_ready(q)    dtrain__progress: if a step is done,   all-reduce is done
+ *                                   end it and begin the next
+ *     3 dtrain_strategy_finish      dtrain__close_buckets: fill gradients
+ *                                   that were not marked, launch the rest
+ *                                   dtrain__reduce_until: wait             gradients are the mean
+ *                                   counts.c: mean over samples            all-reduce of weights
+ *       clipping, optimizer         on shards of dtrain_strategy_shards
+ *     4 dtrain_strategy_publish     DDP: nothing to do                     all-gather of shards
  *
- * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
- * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
- * the step of another feature is in a separate file, and this file names none of them. Sharded
- * values are gathered and released in units.c.
+ * A bucket goes through the list of steps that it got at create (steps.c). DDP has one step,
+ * ALL_REDUCE. Kinds that shard have REDUCE_SCATTER and KEEP. These three stand at the end of this
+ * file. Steps of other features stand in separate files; this file names none of them. units.c
+ * gathers and releases sharded values.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
- * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
- * that is complete early waits for those before it. A second step starts when the first is done, at
- * a moment that differs between ranks: so each step has a separate communicator, on which all
- * buckets go in their order.
+ * 0, 1, 2, ..., whatever the order in which it calls ready, and starting a collective never waits.
+ * A bucket that is complete early waits for the buckets before it. A second step starts when the
+ * first is done, which happens at different moments on different ranks. So each step has a separate
+ * communicator, and all buckets use that communicator in their order.
  *
- * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
- * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
- * the order is another: HYBRID_SHARD and hierarchical have other bits.) */
+ * Why bits do not depend on kind, overlap, bucket size or copying: each element is the sum over the
+ * ranks, in rank order, times 1/N, in whichever buffer it is. (HYBRID_SHARD and hierarchical sum
+ * over the ranks of a node first: another order, and other bits.) */
 
 /* ==== src/strategy/steps_internal.h =========================================================== */
 
-/* The steps of buckets, for strategy/steps.c, which lists them; and functions that their files
- * share */
+/* The steps of buckets, which strategy/steps.c lists, and functions that their files share */
 
-/* The state of compression for a bucket. */
+/* The state of compression of a bucket. */
 typedef struct dtrain__compressed {
     dtrain_hook_bucket hook;
-    size_t tensor_count; /* in hook.tensors, the dense ones after the others */
+    size_t tensor_count; /* of hook.tensors; dense tensors come last */
     int64_t dense_count; /* elements of dense tensors */
-    float *packed;       /* (dense_count) of reduce_dtype */
-    char label[48];      /* of its collectives in traces */
+    float *packed;       /* (dense_count) dense tensors in reduce_dtype */
+    char label[48];      /* label of collectives in traces */
 } dtrain__compressed;
 
 /* In reduce.c: */
@@ -14453,6 +14626,7 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__round_begin, dtrain__widen_begin,
     dtrain__host_return_begin;
 
 /* strategy/reduce.c */
+DTRAIN__PRIVATE dtrain_comm *dtrain__step_comm(const dtrain__bucket *bucket);
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
                                              const dtrain__bucket *bucket);
 
@@ -14483,10 +14657,10 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy);
 
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* Prepare a new backward, or (step_done) a new step. `pending`, of each gradient and each bucket,
- * is the number of calls of ready to come; dtrain__mark counts it down. grad_written tells the next
- * backward to add to a gradient: it is cleared in every backward where the reduced shard is kept
- * elsewhere, and for whole gradients when the step ends. */
+/* Prepare the next backward, or (step_done) the next step. `pending` of a gradient or bucket counts
+ * the calls of ready that are still to come; dtrain__mark decrements it. grad_written tells the
+ * next backward to add to a gradient instead of overwriting it. It is cleared after every backward
+ * if the reduced shard has separate memory; for whole gradients it is cleared after the step. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14515,16 +14689,16 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* Tell whether a bucket is reduced in this backward. Whole gradients add up on each rank until the
- * last micro-batch of a step; gradients of which a rank keeps only a shard are reduced in every
+/* True if a bucket is reduced in this backward. Whole gradients add up on each rank until the last
+ * micro-batch of a step. Gradients of which a rank keeps only a shard are reduced in every
  * backward. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from the host's array, or from an array in the host's type, into its bucket, or
- * back. A gradient that lives in the bucket stays there. */
+/* Copy a gradient from the host's array, of any type, into its bucket, or back. A gradient whose
+ * array is the bucket itself stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -14538,8 +14712,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
-/* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
- * that share it is marked; then every bucket that is complete may be launched. */
+/* Count a final gradient, in constant time. It moves into its bucket when the last alias that
+ * shares it is marked. Then launch every bucket that is complete. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14556,14 +14730,14 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
-/* Refuse a second mark in one backward, and one while the gradient has no memory: the gradients of
- * a unit that is walked have theirs from its gather to the gather of another unit. */
+/* Refuse a second mark in one backward, and a mark while the gradient has no memory. A gradient of
+ * a sharded unit has memory from the gather of its unit to the gather of the next unit. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
 {
     const dtrain__entry *entry = &strategy->layout.entries[index];
     const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
-    if (!entry->here)
+    if (!entry->local)
         why = "belongs to a stage of another rank of the pipeline axis, which alone marks it";
     else if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
@@ -14577,7 +14751,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
                        index, dtrain__short(strategy->params[index].name), why);
 }
 
-/* Set grad_written for a host with its own backward; the tape has set it at its first write. */
+/* Mark a gradient. The tape sets grad_written at its first write; a host with its own backward
+ * leaves that to this function. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     const char *const call = "dtrain_strategy_ready";
@@ -14602,13 +14777,13 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch, and the steps of a bucket -----------------------------------------------------*/
 
-/* Count the steps that a bucket takes in this backward. */
+/* Count the steps of a bucket in this backward. */
 static uint32_t dtrain__step_count(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return strategy->more ? bucket->steps->early_count : bucket->steps->count;
 }
 
-/* Tell whether collectives follow the step under way. */
+/* True if a later step of this bucket has a collective. */
 static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     for (uint32_t i = bucket->step; i < dtrain__step_count(strategy, bucket); i++)
@@ -14616,16 +14791,22 @@ static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__buck
     return false;
 }
 
-/* Begin the next steps, up to the first one that has collectives under way. */
+/* Begin steps until one has started collectives. */
 static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     while (bucket->step < dtrain__step_count(strategy, bucket)) {
         const dtrain__step *step = &bucket->steps->list[bucket->step++];
-        DTRAIN__TRY(step->begin(strategy, bucket, step));
+        DTRAIN__TRY(step->begin(strategy, bucket));
         if (step->comm) return DTRAIN_OK;
     }
     bucket->step = DTRAIN__REDUCED;
     return DTRAIN_OK;
+}
+
+/* Return the communicator of the step under way. */
+DTRAIN__PRIVATE dtrain_comm *dtrain__step_comm(const dtrain__bucket *bucket)
+{
+    return bucket->steps->list[bucket->step - 1].comm;
 }
 
 /* Wait for the step under way, end it, and begin the next. In DDP: wait for the all-reduce. */
@@ -14634,13 +14815,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
     if (bucket->step == DTRAIN__REDUCED) return DTRAIN_OK;
     const dtrain__step *step = &bucket->steps->list[bucket->step - 1];
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
-    if (step->end) DTRAIN__TRY(step->end(strategy, bucket, step));
+    if (step->end) DTRAIN__TRY(step->end(strategy, bucket));
     return dtrain__begin_next(strategy, bucket);
 }
 
 /* Launch buckets below `end` in their order, up to the first that is not complete. In lockstep
- * (strategy_internal.h) the buckets under way go one step further first, except buckets at their
- * last collective: backward would wait for it. */
+ * (strategy_internal.h) first move each bucket under way one step further. A bucket at its last
+ * collective is left out: backward would wait for it. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -14659,11 +14840,11 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 }
 
 /* Take every bucket under way as far as it can go without waiting. There is no progress thread:
- * collectives move only in such calls, one at every ready. A bucket begins a step only after all
- * buckets before it have. */
+ * collectives move only in calls of this function, one at every ready. A bucket begins a step only
+ * after all earlier buckets have begun it. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
-    uint32_t slowest = DTRAIN__REDUCED; /* the smallest step of the buckets so far */
+    uint32_t slowest = DTRAIN__REDUCED; /* smallest step of the buckets so far */
     for (size_t b = strategy->oldest; b < strategy->launched && !strategy->lockstep; b++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[b];
         bool done = true;
@@ -14675,13 +14856,13 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
         }
         if (bucket->step < slowest) slowest = bucket->step;
         if (b == strategy->oldest && bucket->step == DTRAIN__REDUCED) strategy->oldest++;
-        if (!done && bucket->steps->collectives == 1) break; /* later buckets come after it */
+        if (!done && bucket->steps->collectives == 1) break; /* later buckets end later */
     }
     return DTRAIN_OK;
 }
 
-/* Wait until all buckets below `end` are reduced, one after another, while later ones continue;
- * in lockstep all of them step by step. */
+/* Wait until all buckets below `end` are reduced. Take one bucket after another while later buckets
+ * continue; in lockstep take all of them one step at a time. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -14699,10 +14880,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Finish --------------------------------------------------------------------------------*/
 
-/* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
- * may be zeroed for the second only after the first has been launched. Of gradients that were not
- * marked one that an earlier micro-batch or another use has written counts as it is, any other one
- * is zero. */
+/* Complete and launch the buckets below `end`, one at a time. Two buckets can share a buffer, which
+ * may be zeroed for the second bucket only after the first is launched. A gradient that was not
+ * marked keeps its value if an earlier micro-batch or another alias has written it, and is zero
+ * otherwise. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14725,10 +14906,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of these calls matters: a step that fails for a missing gradient makes
- * the same collectives as one that succeeds, and the next step finds all ranks at the same place.
- * Units that were fetched ahead are waited for, because the update overwrites the shards that their
- * collectives read. */
+/* End a backward. The order of calls matters: a step that fails for a missing gradient makes the
+ * same collectives as a step that succeeds, so that all ranks begin the next step at the same
+ * place. Wait for units that were fetched ahead: their collectives read shards, which the update
+ * will overwrite. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;
@@ -14743,7 +14924,7 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     DTRAIN__TRY(dtrain__settle_steps(strategy, true));
     if (!last) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__counts_end(strategy));
-    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole: back to the host's arrays */
+    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole gradients: to the host's arrays */
         const dtrain_param *p = strategy->shards[i].param;
         if (!dtrain__shard_bucket(&strategy->layout, p->state.index))
             DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
@@ -14771,9 +14952,9 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
 
-/* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
- * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
- * Then copy whole values to the host's arrays, and to arrays in the host's type. */
+/* Publish updated values. Kinds that keep whole values but update shards (ZERO1, SHARD_GRAD_OP)
+ * gather them. Kinds that keep sharded values evict the old values from their slots, and the next
+ * gather brings the new ones. Then copy whole values to the host's arrays, of any type. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     const dtrain__classes *shards = &strategy->layout.shards;
@@ -14787,15 +14968,14 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
 
-/* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
- * mean. What travels are the gradients, or their rounded copy (wire.c). */
+/* ALL_REDUCE: replace the gradients of a bucket by their mean; with several nodes, those of this
+ * rank's slice. The gradients travel, or their rounded copy (wire.c). */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket,
-                                                       const dtrain__step *step)
+                                                       dtrain__bucket *bucket)
 {
     void *wire = dtrain__wire(bucket, bucket->slice_first);
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire,
+    return dtrain_all_reduce(dtrain__step_comm(bucket), wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
@@ -14804,9 +14984,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy
  *
  *     gradients -> REDUCE_SCATTER -> result -> KEEP -> shard
  *
- * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
- * shard in host memory, is received in this rank's part of the buffer in which the gradients were
- * made; from there it is added to the shard, or copied (offload.c). */
+ * The result of the first micro-batch is received in the shard. The result of a later micro-batch,
+ * or of a shard in host memory, is received in this rank's part of the buffer that holds the
+ * gradients. From there it is added to the shard, or copied (offload.c). */
 
 /* Return the address where the fp32 result of this backward is received. */
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
@@ -14819,26 +14999,24 @@ DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
 
 /* REDUCE_SCATTER: each rank receives the mean of its shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket,
-                                                           const dtrain__step *step)
+                                                           dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(step->comm, dtrain__wire(bucket, bucket->slice_first),
+    return dtrain_reduce_scatter(dtrain__step_comm(bucket),
+                                 dtrain__wire(bucket, bucket->slice_first),
                                  dtrain__wire_end(strategy, bucket),
                                  (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                                  dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* KEEP: add the result of a later micro-batch to the shard. */
-DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const float *result = dtrain__reduce_result(strategy, bucket);
     const dtrain_dtype dtype = (dtrain_dtype)strategy->layout.dtype;
     const int64_t count = dtrain__elements(&strategy->layout, bucket->shard_count);
     const dtrain_add_args add = {count, bucket->grad_shard, result, bucket->grad_shard, dtype,
                                  dtype};
-    (void)step;
     if (result == bucket->grad_shard || count == 0) return DTRAIN_OK;
     return strategy->device->ops->add(strategy->device, &add);
 }
@@ -14855,9 +15033,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtra
  *     reduced            sum of 5 / 4 / 2      as always: times 1/N
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
- * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
- * ranks. Ranks of a tensor axis have the same samples, so that their weights count as often as
- * their number, which passes are multiplied by too, and all of them hear the same verdicts:
+ * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all ranks.
+ * Ranks of a tensor axis have the same samples, so that their weights count as often as their
+ * number, which passes are multiplied by too, and all of them hear the same verdicts:
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
@@ -14894,39 +15072,35 @@ static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first,
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Set the sums to what this rank adds: its weights and, for each parameter, 1 if it has a gradient.
- * An alias counts with its storage, and stages of other ranks speak for their parameters. If this
- * rank adds a zero that others may fill, the sums have to be read (counts_due). */
-static void dtrain__counts_note(dtrain_strategy *strategy)
-{
-    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
-    float *has = strategy->sums + 1;
-    strategy->sums[0] = strategy->weights;
-    strategy->counts_due = strategy->weights == 0;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
-        const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
-        has[i] = dtrain__has_memory(p) && !(may_lack && updated);
-    }
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (strategy->layout.entries[i].seen)
-            has[strategy->params[i].state.storage->state.index] = 1;
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (has[i] == 0 && dtrain__has_memory(&strategy->params[i])) strategy->counts_due = true;
-}
-
-/* Write this rank's counts, and start their sum over the ranks. */
+/* Write this rank's counts and start their sum over the ranks. This rank adds its weights and, for
+ * each parameter, 1 if it has a gradient. An alias counts with its storage. For parameters of
+ * pipeline stages on other ranks, those ranks count. If this rank adds a zero that another rank can
+ * fill, the sums must be read (counts_due). */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = 1 + strategy->param_count;
+    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
+    float *has = strategy->sums + 1;
     if (strategy->notes.device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->notes.counts,
                               strategy->notes.device_weight, sizeof(float),
                               DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
-        dtrain__counts_note(strategy);
+        strategy->sums[0] = strategy->weights;
+        strategy->counts_due = strategy->weights == 0;
+        for (size_t i = 0; i < strategy->param_count; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
+            const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
+            has[i] = dtrain__has_memory(p) && !(may_lack && updated);
+        }
+        for (size_t i = 0; i < strategy->param_count; i++)
+            if (strategy->layout.entries[i].seen)
+                has[strategy->params[i].state.storage->state.index] = 1;
+        for (size_t i = 0; i < strategy->param_count; i++)
+            if (has[i] == 0 && dtrain__has_memory(&strategy->params[i]))
+                strategy->counts_due = true;
         DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
@@ -15140,7 +15314,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
+        if (!entry->trainable || !entry->local || entry->seen || (entry->warned && !strict))
             continue;
         /* frozen in this step, as the program may: its gradient is not missing */
         if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
@@ -15184,43 +15358,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
 
 /* ==== src/strategy/units.c ==================================================================== */
 
-/* Units come and go: gather, release, and the walk back
+/* Units: gather, release, and the walk back
  *
- * Kinds that shard gradients or values walk units. The values of a unit, where they are sharded,
- * are in one of four states:
+ * A unit is the group of parameters that are gathered and released together, a layer for instance.
+ * If a kind shards values, the values of a unit are in one of four states:
  *
- *                  gather, or ahead of it            gather             gather
- *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
- *          ^     collectives start        |      they are done   | <----------------  |
- *          |                              |                      |       release      |
- *          '------------------------------'----------------------'--------------------'
- *                    another unit takes the slot, or publish: values are out of date
+ *              gather of this unit or        collectives            gather
+ *              of the unit before it         are done
+ *     ABSENT --------------------> GATHERING ---------> GATHERED -----------> SHOWN
+ *       ^                              |                 |    ^   release       |
+ *       |                              |                 |    '-----------------'
+ *       '------------------------------'-----------------'----------------------'
+ *                       another unit takes the slot, or publish: values are out of date
  *
- * Only while a unit is SHOWN do dtrain_param.value point to its values. They are in one of two
- * slots: one is used while the other one is filled:
+ * dtrain_param.value points to the values of a unit only while the unit is SHOWN. The values are in
+ * one of two slots. The pass uses one slot while the other is filled (G: GATHERING, S: SHOWN):
  *
  *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
- *     slot 0     [ 0 SHOWN ] [ 2 COMING ][ 2 SHOWN ]. . . . . . |. . . . .  [ 2 SHOWN ][ 0 COMING ]
- *     slot 1     [ 1 COMING ][ 1 SHOWN ] [ 3 COMING ][ 3 SHOWN .| . . . ]   [ 1 COMING][ 1 SHOWN ]
+ *     slot 0     [ 0 S     ] [ 2 G     ] [ 2 S     ] . . . . . .|. . . . .  [ 2 S    ] [ 0 G    ]
+ *     slot 1     [ 1 G     ] [ 1 S     ] [ 3 G     ] [ 3 S . . .|. . . . ]  [ 1 G    ] [ 1 S    ]
  *
- * Unit u uses slot u % 2 (dtrain__lay_values), so its addresses are the same at every gather, and
- * what the tape has recorded stays right. Memory is constant: two units, however deep the model.
- * Units that are still in their slots are not gathered again (3 and 2 at the turn above). A slot
- * may be overwritten because gather(u) comes after release(u - 1), and fetches ahead only into that
- * unit's slot; on a device with streams a collective starts after the kernels queued before it.
+ * Unit u uses slot u % 2 (dtrain__lay_values). So its addresses are the same at every gather, and
+ * addresses that the tape has recorded stay valid. Memory is constant: two units, however deep the
+ * model. A unit that is still in its slot is not gathered again (units 3 and 2 at the turn above).
+ * A slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into the
+ * slot of unit u - 1. On a device with streams, a collective starts after the kernels queued before
+ * it.
  *
- * The gradients of a unit are made in one of two alternating buffers, and reduced when backward
- * comes to the next unit:
+ * The backward of a unit writes its gradients into one of two alternating buffers. They are reduced
+ * when backward comes to the next unit:
  *
- *     backward       unit 3        unit 2        unit 1        unit 0        finish
- *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
- *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]    [ 0 travels ]
- *     shards                                     3             2             1, 0
+ *     backward       unit 3        unit 2          unit 1        unit 0          finish
+ *     buffer 1       [ 3 written ] [ 3 reduced   ] [ 1 written ] [ 1 reduced   ]
+ *     buffer 0                     [ 2 written   ] [ 2 reduced ] [ 0 written   ] [ 0 reduced ]
+ *     shards                                       3             2               1, 0
  *
- * Every rank has to start the same collectives in the same order: a rank that started others would
- * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
- * units; in backward, where gradients may be missing on one of them, dtrain__walk_back makes their
- * order the same. */
+ * All ranks must start the same collectives in the same order. If a rank started the collective of
+ * another unit of the same size, it would receive the wrong numbers without any error. In forward
+ * all ranks gather the same units. In backward a rank may lack gradients of a unit;
+ * dtrain__walk_back makes the order the same on all ranks. */
 
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit);
 static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket,
@@ -15228,16 +15404,17 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
-/* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
- * backward comes to the next unit, and gradients without a unit in finish. If a rank launched a
- * bucket as soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
+/* True if the kind walks units: it shards gradients or values (not DDP, not ZERO1). Then a unit's
+ * gradients are launched when backward comes to the next unit, and gradients without a unit in
+ * finish. If a rank launched a bucket as soon as it was complete, it would start another order of
+ * collectives than a rank that lacks a gradient of the bucket. */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Find the index of a unit. The search begins at the unit gathered last and its neighbours, so that
- * it takes constant time in a pass. */
+/* Find the index of a unit. The search begins next to the unit gathered last, so it takes constant
+ * time in a pass. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -15251,8 +15428,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
- * parameters stays until publish. */
+/* Gather unit number `at`, and fetch unit `next`, which the pass needs next. The unit of shared
+ * parameters stays gathered until publish. */
 static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -15264,8 +15441,8 @@ static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, 
     return dtrain__unit_fetch(strategy, &layout->units[next]);
 }
 
-/* Show unit number `at`, which has been brought, or set its pointers to NULL, so that a use after
- * release is noticed; its values stay in the slot until another unit takes it. */
+/* Show unit number `at`, which is gathered; or hide it: set its pointers to NULL, so that a use
+ * after release is noticed. Hidden values stay in the slot until another unit takes it. */
 static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
 {
     if (!strategy->layout.shards.params) return;
@@ -15273,9 +15450,9 @@ static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown
     dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
 }
 
-/* Check that a unit is due. A forward begins with the first unit and continues with the next one
- * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
- * over some; once it has begun, no unit after the one that it has come to is due. */
+/* Check that a unit is due. Forward begins with the first unit and continues with the next one; it
+ * may go back to an earlier unit to recompute activations. Backward goes to earlier units and may
+ * step over some. Once backward has begun, no unit after its current one is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          bool backward)
 {
@@ -15298,8 +15475,9 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
 }
 
 /* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
- * forward recomputes activations inside a backward, or, on a rank whose backward has stepped over
- * all units so far, where it goes back to another unit than the first. */
+ * forward is a recomputation if a backward is under way. It is one too if it returns to an earlier
+ * unit than the last, but not to the first: then the backward of this rank has stepped over all
+ * units so far. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     if (backward) {
@@ -15347,13 +15525,13 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 
 /* ---- The walk back
  *
- * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
- * that has stepped over units cannot know how far the others have come. So on every rank the walk
- * goes to the unit after the first one that this forward gathers: both are in their slots then. A
- * forward of more than two units needs the last of them to be gathered for backward before. */
+ * A forward inside a backward (activation checkpointing) does not say at which unit it will end,
+ * and a rank that has stepped over units does not know how far other ranks have come. So every rank
+ * walks back to the unit after the first unit of this forward: both units then fit into their
+ * slots. Before a forward of more than two units, its last unit must be gathered for backward. */
 
-/* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
- * later in the model, have left it. A unit without gradients needs no buffer. */
+/* Give a unit its alternating buffer. First wait until the gradients of the unit that used the
+ * buffer, two units later in the model, are reduced. A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -15373,11 +15551,11 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
     return DTRAIN_OK;
 }
 
-/* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
- * rank, whatever gradients it has: gradients of later units are reduced, its values gathered,
- * the next unit's fetched. So a rank may step over units, or end early: its next gather, or finish,
- * walks them. Recomputation may have evicted the unit that backward is at, on all ranks
- * alike: then it is brought again. */
+/* Walk backward down to unit `to`. For each unit on the way every rank starts the same collectives,
+ * whatever gradients it has: it reduces the gradients of later units, gathers the values of this
+ * unit and fetches those of the next. So a rank may step over units or end early: its next gather,
+ * or finish, walks them. Recomputation may have evicted the current unit of backward; all ranks
+ * evict alike, so all gather it again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -15387,7 +15565,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
     else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
     strategy->entered = false;
     while (at > to) {
-        size_t over = strategy->launched; /* buckets of units whose backward is over */
+        size_t over = strategy->launched; /* end of the buckets whose units are done */
         while (over < layout->bucket_count && layout->buckets[over].unit != DTRAIN__NONE &&
                layout->buckets[over].unit >= at)
             over++;
@@ -15395,27 +15573,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
         DTRAIN__TRY(dtrain__close_buckets(strategy, over));
         DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
         strategy->backward = at;
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* 0 - 1 is no unit */
     }
     return DTRAIN_OK;
 }
 
 /* ---- The states of a unit ---------------------------------------------------------------------*/
 
-/* Return unit number u; after the last one comes that of parameters that several units use. */
+/* Return unit number u. After the last unit comes the unit of parameters that several units use. */
 DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 {
     dtrain__layout *layout = &strategy->layout;
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* COMING -> HERE: wait for the collectives, and convert: what travelled rounded to fp32, and for
- * hosts that compute in another type than it travelled as to that. */
+/* GATHERING -> GATHERED: wait for the collectives, and convert. Values that travelled rounded
+ * become fp32. Then fp32 values become values in the host's type, unless they have travelled in
+ * that type. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     dtrain__bucket *const buckets[] = {unit->trainable, unit->frozen};
-    if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
+    if (unit->state != DTRAIN__UNIT_GATHERING) return DTRAIN_OK;
     for (int b = 0; b < 2; b++) {
         dtrain__bucket *bucket = buckets[b];
         if (!bucket) continue;
@@ -15432,20 +15611,20 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
                                         DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
         }
     }
-    unit->state = DTRAIN__UNIT_HERE;
+    unit->state = DTRAIN__UNIT_GATHERED;
     return DTRAIN_OK;
 }
 
-/* HERE -> SHOWN, or back: set the parameters' pointers. */
+/* GATHERED -> SHOWN, or back: set the parameters' pointers. */
 DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
     dtrain__show_values(strategy, unit->trainable, shown);
     dtrain__show_values(strategy, unit->frozen, shown);
-    if (unit->state >= DTRAIN__UNIT_HERE)
-        unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_HERE;
+    if (unit->state >= DTRAIN__UNIT_GATHERED)
+        unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_GATHERED;
 }
 
-/* Any state -> ABSENT, after the collectives under way. */
+/* Any state -> ABSENT: wait for collectives under way first. */
 DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
@@ -15454,7 +15633,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtra
     return DTRAIN_OK;
 }
 
-/* Make the slot of a unit, if it has one, free: evict the unit that is there. */
+/* Free the slot of a unit: evict the unit that is in it. A unit with separate memory has no
+ * slot. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
                                                  const dtrain__unit *unit)
 {
@@ -15466,26 +15646,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
     return dtrain__unit_evict(strategy, &strategy->layout.units[before]);
 }
 
-/* ABSENT -> COMING: start the collectives. A unit without sharded values takes no slot. */
+/* ABSENT -> GATHERING: start the collectives. A unit without sharded values takes no slot. */
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     if (unit->state != DTRAIN__UNIT_ABSENT) return DTRAIN_OK;
     if (!unit->trainable && !unit->frozen) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
-    unit->state = DTRAIN__UNIT_COMING;
+    unit->state = DTRAIN__UNIT_GATHERING;
     if (unit->trainable) DTRAIN__TRY(dtrain__gather_start(strategy, unit->trainable, dtype));
     return unit->frozen ? dtrain__gather_start(strategy, unit->frozen, dtype) : DTRAIN_OK;
 }
 
-/* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
+/* ABSENT -> GATHERING -> GATHERED. Both buckets are under way before either is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_fetch(strategy, unit));
     return dtrain__unit_wait(strategy, unit);
 }
 
-/* Wait for all units that are COMING. */
+/* Wait for all units that are GATHERING. */
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++)
@@ -15493,7 +15673,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Evict all units, because their shards have been updated. */
+/* Evict all units: their shards have been updated. */
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++)
@@ -15504,16 +15684,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Return where the values of a bucket are whole, as dtype. */
+/* Return the whole values of a bucket as dtype. */
 static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     return dtype != DTRAIN_DTYPE_F32 ? (char *)bucket->low_values : (char *)bucket->values;
 }
 
-/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this
- * one gathers this rank's slice from the other nodes, dtrain__gather_inside the slices of this
- * node. A shard is rounded anew each time: a rounded copy beside the master would save 4 ms of a
- * step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), for 2 bytes of memory an element. */
+/* Start to gather a bucket's values as dtype. With several nodes that takes two collectives. This
+ * one gathers this rank's slice from the other nodes; dtrain__gather_inside gathers the slices
+ * inside the node. A shard is rounded at every gather: to keep a rounded copy beside the master
+ * would save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes
+ * of memory per element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
@@ -15555,7 +15736,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
         dtype != DTRAIN_DTYPE_F32 ? dtype : (dtrain_dtype)layout->dtype, bucket->gathers);
 }
 
-/* Wait until a bucket's values, as dtype, have been gathered. */
+/* Wait until a bucket's values have been gathered as dtype. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   dtrain_dtype dtype)
 {
@@ -15563,7 +15744,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtr
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
-/* Point the parameters of a bucket at its values, or at nothing. */
+/* Point the parameters of a bucket at its values; or set their pointers to NULL. */
 static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket, bool shown)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -15619,8 +15800,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
- * buckets are under way before one is waited for. */
+/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all buckets are
+ * under way before one is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 {
     dtrain__bucket *const first = strategy->layout.buckets;
@@ -15819,7 +16000,7 @@ static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, cons
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
 {
-    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    DTRAIN__GIVEN(call, strategy);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
     if (!strategy->notes.torn) return dtrain__check_capture(strategy, call);
@@ -15906,10 +16087,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
  * it: another order, and other bits. */
 
 /* TIE: a tied weight's gradient = its sum over the ranks that have a copy. */
-DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->tied) return DTRAIN_OK;
     if (!bucket->uses) /* all uses on this rank are frozen */
         DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
@@ -15977,9 +16156,9 @@ DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy)
  *     bucket    | cut a . . . . . | b . . | cut c . . . . | d |
  *     packed    | b . . | d |  ->  sum over the ranks of the tensor axis  ->  b and d in the bucket
  *
- * Parameters that stand side by side are summed where they are. All ranks of the axis have the same
- * ones in the same order in each bucket (strategy/layout.c). They are few beside what is cut, and
- * the axis lies inside a node: they travel as fp32, whatever reduce_dtype says. */
+ * All ranks of the axis have the same parameters in the same order in each bucket (layout.c). Whole
+ * parameters are few, and the axis lies inside a node: their gradients travel as fp32, whatever
+ * reduce_dtype says. */
 
 /* Tell whether parameter i is summed in this bucket. */
 static bool dtrain__is_summed(const dtrain__layout *layout, const dtrain__bucket *bucket, size_t i)
@@ -15988,27 +16167,18 @@ static bool dtrain__is_summed(const dtrain__layout *layout, const dtrain__bucket
     return p->state.storage == p && layout->entries[i].bucket == bucket && !p->cut.axis;
 }
 
-/* Find what is summed in each bucket, and carve memory out of the buffers where it has to be
- * packed: where a parameter that is cut stands between. */
+/* Count what is summed in each bucket, and carve the memory out of the buffers in which it is
+ * packed. */
 DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout)
 {
     for (size_t b = 0; b < layout->bucket_count && layout->partial; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
-        int64_t first = bucket->count, end = 0, sum = 0;
         bucket->tensor_count = 0;
         if (!bucket->trainable) continue;
-        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-            if (!dtrain__is_summed(layout, bucket, i)) continue;
-            const int64_t at = layout->entries[i].offset;
-            const int64_t padded = dtrain__padded(layout->params[i].count);
-            first = dtrain__min(first, at);
-            end = dtrain__max(end, at + padded);
-            sum += padded;
-        }
-        bucket->tensor_count = sum;
-        bucket->tensor_packed = sum && end - first != sum;
-        bucket->tensor_sum = bucket->tensor_packed ? dtrain__carve(layout, DTRAIN__BUFFERS, sum)
-                                                   : dtrain__after(bucket->grads, first);
+        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
+            if (dtrain__is_summed(layout, bucket, i))
+                bucket->tensor_count += dtrain__padded(layout->params[i].count);
+        bucket->tensor_sum = dtrain__carve(layout, DTRAIN__BUFFERS, bucket->tensor_count);
     }
 }
 
@@ -16032,24 +16202,22 @@ static dtrain_result dtrain__tensor_pack(dtrain_strategy *strategy, const dtrain
 
 /* TENSOR: a bucket's gradients of whole parameters = their sum over the tensor axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket, const dtrain__step *step)
+                                                   dtrain__bucket *bucket)
 {
     if (!bucket->tensor_count) return DTRAIN_OK;
-    if (bucket->tensor_packed) DTRAIN__TRY(dtrain__tensor_pack(strategy, bucket, false));
+    DTRAIN__TRY(dtrain__tensor_pack(strategy, bucket, false));
     dtrain__label(strategy, bucket, "whole parameters of bucket");
     DTRAIN__TRY(dtrain_all_reduce(strategy->tensor_comm, bucket->tensor_sum, bucket->tensor_sum,
                                   (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
                                   bucket->reduces));
-    if (step->comm) return DTRAIN_OK;
+    if (dtrain__step_comm(bucket)) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
-    return dtrain__tensor_end(strategy, bucket, step);
+    return dtrain__tensor_end(strategy, bucket);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
-    return bucket->tensor_packed ? dtrain__tensor_pack(strategy, bucket, true) : DTRAIN_OK;
+    return dtrain__tensor_pack(strategy, bucket, true);
 }
 
 /* ==== src/strategy/wire.c ===================================================================== */
@@ -16098,19 +16266,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__wire_convert(dtrain_strategy *strategy,
 }
 
 /* ROUND: this rank's slice of the gradients to the wire. */
-DTRAIN__PRIVATE dtrain_result dtrain__round_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     return dtrain__wire_convert(strategy, bucket, bucket->grads + bucket->slice_first,
                                 bucket->slice_first, bucket->slice_count, false);
 }
 
 /* WIDEN: what has arrived back to fp32: this rank's shard, or a whole slice. */
-DTRAIN__PRIVATE dtrain_result dtrain__widen_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__widen_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (bucket->sharded)
         return dtrain__wire_convert(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                                     bucket->shard_first, bucket->shard_count, true);
@@ -16120,15 +16284,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__widen_begin(dtrain_strategy *strategy, dtr
 
 /* REDUCE_OWNERS: each owner receives the mean of its tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_owners_begin(dtrain_strategy *strategy,
-                                                          dtrain__bucket *bucket,
-                                                          const dtrain__step *step)
+                                                          dtrain__bucket *bucket)
 {
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
         DTRAIN__TRY(
-            dtrain_reduce(step->comm, dtrain__wire(bucket, first),
+            dtrain_reduce(dtrain__step_comm(bucket), dtrain__wire(bucket, first),
                           r == strategy->layout.rank ? dtrain__wire_end(strategy, bucket) : NULL,
                           (size_t)dtrain__elements(&strategy->layout, count),
                           dtrain__wire_dtype(strategy), bucket->steps->op, r, &bucket->reduces[r]));
@@ -16329,12 +16492,12 @@ static bool dtrain__compresses(const dtrain_strategy *strategy)
 
 /* Compress a bucket and start its exchange. */
 static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        dtrain_comm *comm, uint32_t round)
+                                        uint32_t round)
 {
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = comm;
+    hook->comm = dtrain__step_comm(bucket);
     hook->step = strategy->notes.sync_count - strategy->compressed_from;
     DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
@@ -16350,45 +16513,41 @@ static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket 
 
 /* Begin the first round, and send the dense tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket,
-                                                    const dtrain__step *step)
+                                                    dtrain__bucket *bucket)
 {
     const dtrain__compressed *c = bucket->compressed;
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__round_begin(strategy, bucket, step));
-        return dtrain__all_reduce_begin(strategy, bucket, step);
+        DTRAIN__TRY(dtrain__round_begin(strategy, bucket));
+        return dtrain__all_reduce_begin(strategy, bucket);
     }
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
-    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
+    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, 0));
     if (c->dense_count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)c->dense_count,
-                             c->hook.dtype, bucket->steps->op, &bucket->reduces[1]);
+    return dtrain_all_reduce(dtrain__step_comm(bucket), c->packed, c->packed,
+                             (size_t)c->dense_count, c->hook.dtype, bucket->steps->op,
+                             &bucket->reduces[1]);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket, step));
-        return dtrain__scale_begin(strategy, bucket, step);
+        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket));
+        return dtrain__scale_begin(strategy, bucket);
     }
     DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));
     return dtrain__pack_dense(strategy, bucket, true);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_2_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket,
-                                                    const dtrain__step *step)
+                                                    dtrain__bucket *bucket)
 {
     if (!dtrain__compresses(strategy)) return DTRAIN_OK;
-    return dtrain__hook_begin(strategy, bucket, step->comm, 1);
+    return dtrain__hook_begin(strategy, bucket, 1);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     return dtrain__compresses(strategy) ? dtrain__hook_end(strategy, bucket, 1) : DTRAIN_OK;
 }
 
@@ -16886,13 +17045,6 @@ DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtr
  * A rank that has no batch left makes the collectives of a pass with zeros for gradients, so that
  * ranks with batches are not left waiting. */
 
-/* Take part in what losses on other ranks agree on in a pass. */
-static dtrain_result dtrain__join_losses(dtrain_strategy *strategy, dtrain_pass pass)
-{
-    if (!strategy->join_loss) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, pass));
-}
-
 /* Gather all units as a forward does. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
 {
@@ -16901,18 +17053,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    return dtrain__join_losses(strategy, DTRAIN_PASS_FORWARD);
+    if (!strategy->join_loss) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_FORWARD));
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
 {
     const char *const call = "dtrain_strategy_join";
-    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
+    DTRAIN__GIVEN(call, over);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
     /* Where batches are normalised over several ranks, these make a call there in their forward,
      * with which this one differs at once; if none of them has a batch, all make this one. */
-    dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->batch_comm);
+    dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->notes.batch_comm);
     dtrain_result result = batches ? dtrain_barrier(batches) : DTRAIN_OK;
     if (result != DTRAIN_OK)
         result = dtrain_fail(
@@ -16923,7 +17076,9 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
             call, strategy->world->rank, dtrain__bare(dtrain_last_error()));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    DTRAIN__TRY(dtrain__join_losses(strategy, DTRAIN_PASS_BACKWARD));
+    if (strategy->join_loss)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_BACKWARD)));
     const bool last = !strategy->more;
     strategy->notes.weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
@@ -16949,8 +17104,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
  * in one of two bounce buffers, and is added when that buffer is needed again, or at the end of the
  * backward (settle). */
 
-/* Order two streams: work queued on `later` from now on comes after all that is queued on
- * `earlier` so far. */
+/* Order two streams: work queued on `later` from now on comes after all that is queued on `earlier`
+ * so far. */
 static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
                                            dtrain_stream *earlier)
 {
@@ -17017,10 +17172,9 @@ static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket 
 
 /* PUT: copy the result of a backward to the shard in host memory, or add it there. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_put_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
-    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket, step);
+    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket);
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                             strategy->accumulated);
 }
@@ -17028,10 +17182,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_put_begin(dtrain_strategy *strategy,
 /* GET: queue a copy of the shard, with everything that was put there, back to the result. After the
  * only micro-batch of a step it is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->grad_on_host || !strategy->accumulated) return DTRAIN_OK;
     for (uint32_t i = 0; i < 2; i++)
         if (strategy->offload.bounced[i] == bucket) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
@@ -17042,10 +17194,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
 
 /* RETURN: copy the reduced result to the shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket,
-                                                        const dtrain__step *step)
+                                                        dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->grad_on_host) return DTRAIN_OK;
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket), false);
 }
@@ -17145,8 +17295,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float
 }
 
 /* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy
- * of values that are on the device, and for gradients that are on the device *staging grows to
- * the elements that one of the two staging buffers holds: a piece of them, or with `whole` all. */
+ * of values that are on the device, and for gradients that are on the device *staging grows to the
+ * elements that one of the two staging buffers holds: a piece of them, or with `whole` all. */
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
                                               bool whole, int64_t *staging)
 {
@@ -17187,8 +17337,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0
- * when nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is
+/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0 when
+ * nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is
  * another number. Collective: a rank knows its own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
                                                  const dtrain__groups *groups, uint32_t *node_ranks)
@@ -17247,23 +17397,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strateg
 
 /* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket,
-                                                         const dtrain__step *step)
+                                                         dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(step->comm, bucket->grads, bucket->grads + bucket->slice_first,
-                                 (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
-                                 (dtrain_dtype)strategy->layout.dtype, bucket->steps->op,
-                                 bucket->reduces);
+    return dtrain_reduce_scatter(
+        dtrain__step_comm(bucket), bucket->grads, bucket->grads + bucket->slice_first,
+        (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
+        (dtrain_dtype)strategy->layout.dtype, bucket->steps->op, bucket->reduces);
 }
 
 /* NODE_GATHER: all slices of this node to all its ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket,
-                                                        const dtrain__step *step)
+                                                        dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(step->comm, bucket->grads + bucket->slice_first, bucket->grads,
+    return dtrain_all_gather(dtrain__step_comm(bucket), bucket->grads + bucket->slice_first,
+                             bucket->grads,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              (dtrain_dtype)strategy->layout.dtype, bucket->reduces);
 }
@@ -17285,10 +17434,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
 }
 
 /* SCALE: the sum over all nodes becomes the mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (bucket->sharded)
         return dtrain__scale(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                              bucket->shard_count);
@@ -17311,24 +17458,22 @@ static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain_
 
 /* REPLICAS: a shard of the sum over this node = the mean over all nodes. */
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
     void *wire = bucket->low_grads ? dtrain__wire(bucket, bucket->shard_first) : sum;
     DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
                                      bucket->shard_count, false));
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire,
+    return dtrain_all_reduce(dtrain__step_comm(bucket), wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket, const dtrain__step *step)
+                                                   dtrain__bucket *bucket)
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
-    (void)step;
     DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
                                      bucket->shard_count, true));
     return dtrain__scale(strategy, bucket, sum, bucket->shard_count);
@@ -17882,14 +18027,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strate
  *
  * 1. local: check the array and the desc
  * 2. bring errors of step 1 to all ranks, and compare what they have registered
- * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
- * 4. local: lay out, allocate, initialise                       -> agree
- * 5. broadcast rank 0's values of parameters the host owns; publish
+ * 3. AUTO: choose a kind; HYBRID_SHARD: split the ranks; check the settings of the kind
+ * 4. local: lay out, allocate, initialise; then all ranks agree on the outcome
+ * 5. broadcast rank 0's values of parameters that the host owns; publish
  *
- * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
+ * Ranks agree and compare over the whole mesh; a kind works over the data axis. */
 
-/* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
- * a strategy; the caller destroys it after an error. */
+/* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as the
+ * strategy exists; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
                                             const dtrain_strategy_desc *desc,
                                             const dtrain__groups *groups, dtrain_strategy **out)
@@ -17937,43 +18082,34 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return DTRAIN_OK;
 }
 
-/* Point a parameter at memory of the library, where the host has given none. */
-static void dtrain__lend(dtrain_strategy *strategy, size_t i)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
-    dtrain__entry *entry = &layout->entries[i];
-    const bool wide = layout->dtype == DTRAIN_DTYPE_F64, alias = storage != p;
-    const bool sharded = dtrain__shard_bucket(layout, i) != NULL;
-    const bool gathered = sharded && layout->shards.params;
-    float *inside = gathered  ? NULL
-                    : sharded ? entry->bucket->values + entry->offset
-                              : entry->own_value;
-    float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
-    entry->lends_value = !dtrain__host_value(p);
-    entry->lends_grad = !dtrain__host_grad(p);
-    if (!p->value && !wide) p->value = alias ? storage->value : inside;
-    if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
-    if (!p->typed_value)
-        p->typed_value = alias      ? storage->typed_value
-                         : wide     ? inside
-                         : gathered ? NULL
-                                    : entry->typed_value;
-    if (!p->typed_grad && entry->trainable)
-        p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
-}
-
-/* Point params at memory of the library (aliases at that of their storage; values of gathered units
- * have none until gather), initialise this rank's piece of every storage, and list the shards that
- * it updates. */
+/* Point params at memory of the library where the host gave none: an alias at the memory of its
+ * storage, a gathered value at NULL until its gather. Initialise this rank's piece of every
+ * storage, and list the shards that this rank updates. */
 static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
-    dtrain__layout *layout = &strategy->layout;
+    const dtrain__layout *layout = &strategy->layout;
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
+        dtrain__entry *entry = &layout->entries[i];
+        const bool alias = storage != p, sharded = dtrain__shard_bucket(layout, i) != NULL;
+        const bool gathered = sharded && layout->shards.params;
+        float *inside = gathered  ? NULL
+                        : sharded ? entry->bucket->values + entry->offset
+                                  : entry->own_value;
         if (!dtrain__has_memory(p)) continue;
-        dtrain__lend(strategy, i);
+        float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
+        entry->lends_value = !dtrain__host_value(p);
+        entry->lends_grad = !dtrain__host_grad(p);
+        if (!p->value && !wide) p->value = alias ? storage->value : inside;
+        if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
+        if (!p->typed_value)
+            p->typed_value = alias      ? storage->typed_value
+                             : wide     ? inside
+                             : gathered ? NULL
+                                        : entry->typed_value;
+        if (!p->typed_grad && entry->trainable)
+            p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
@@ -17986,16 +18122,16 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell whether other ranks read a block: then it is memory of the communicator. */
+/* True if other ranks read a block: then it is memory of the communicator. */
 static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
- * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
- * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
- * compression two, of tensors that are compressed and of the others. */
+/* 4. Do all local work that can fail, so that ranks agree on the outcome once: make the layout and
+ * its tables, allocate zeroed blocks, point everything at them, initialise. A bucket has one handle
+ * per collective under way at once: one per owner with ZERO3; two with compression, for compressed
+ * and for dense tensors. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -18012,7 +18148,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     strategy->sums =
         (float *)dtrain__alloc(a, 1 + count, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i <= count; i++) strategy->sums[i] = 1; /* a first update needs no finish */
+    for (size_t i = 0; i <= count; i++) strategy->sums[i] = 1; /* for an update before any finish */
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
     if (!strategy->works) return DTRAIN_ERROR_MEMORY;
@@ -18023,7 +18159,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        /* a cache line more: an empty tensor at the end has an address inside it */
+        /* a cache line more: an empty tensor at the end has an address inside the block */
         const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
         if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
@@ -18033,7 +18169,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    /* where ranks add up: squares of this rank and of the ranks of its model, then counts */
+    /* what ranks add up: squares of this rank and of the ranks of its model, then counts */
     const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
     strategy->sums_bytes =
         squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->notes.counts;
@@ -18048,9 +18184,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each
- * tensor axis, of what is whole, then of the first stage those of tied weights, then along the data
- * axis everything. */
+/* 5. Give every rank the values of parameters that the host owns. First rank 0 of each tensor axis
+ * sends whole parameters. Then the first stage sends tied weights. Then rank 0 of each data axis
+ * sends everything. */
 static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {
@@ -18072,7 +18208,7 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
     return dtrain__copy_host_values(strategy, false);
 }
 
-/* Go on with 2 to 5, after all ranks have agreed that their arguments are good and the same. */
+/* Do steps 2 to 5, after all ranks have agreed that their arguments are valid and the same. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
@@ -18083,7 +18219,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
-    strategy->desc.group_states = NULL; /* the caller's memory, which may be freed from now on */
+    strategy->desc.group_states = NULL; /* the caller's memory, which it may free from now on */
     strategy->desc.group_count = 0;
     strategy->pipeline.units = NULL;
     dtrain__fill_info(strategy);
@@ -18096,7 +18232,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 dtrain_strategy **out)
 {
     if (out) *out = NULL;
-    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
+    DTRAIN__GIVEN("dtrain_strategy_create", world);
     dtrain_strategy_desc own;
     dtrain_compression_desc how;
     dtrain_result result = dtrain__take_strategy(world, desc, &own, &how);
@@ -18114,8 +18250,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 /* Wait for the collectives under way. In the middle of a backward other ranks wait for the rest of
- * it: then fail the communicators with this rank's last error, the likely reason why it gave up,
- * which stays its last error. A unit that is being fetched ahead is no reason to fail: its
+ * it: then fail the communicators with this rank's last error, which is the likely reason why it
+ * gave up and stays its last error. A unit that is being fetched is no reason to fail: its
  * collectives complete. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
@@ -18145,7 +18281,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; layout->entries && i < count; i++) { /* the params point at it no longer */
+    for (size_t i = 0; layout->entries && i < count; i++) { /* clear the params' pointers to it */
         const dtrain__entry *entry = &layout->entries[i];
         dtrain_param *p = &strategy->params[i];
         const bool typed = p->dtype != DTRAIN_DTYPE_F32; /* value and grad are the library's */
@@ -18722,7 +18858,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtr
  * pass a comparison. */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
-    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
+    DTRAIN__GIVEN(call, scaler);
     if (scaler->growth_interval == 0) scaler->growth_interval = 2000;
     if (dtrain__is_finite(scaler->scale) && scaler->scale >= 1) return DTRAIN_OK;
     return dtrain_fail(
@@ -19035,8 +19171,7 @@ static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *opti
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
-    if (!optimizer)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    DTRAIN__GIVEN("dtrain_optimizer_step", optimizer);
     if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
@@ -19102,36 +19237,6 @@ DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optim
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Return the words of 4 bytes, with padding, of a tensor of state of a shard. */
-static int64_t dtrain__shard_words(const dtrain_shard *shard)
-{
-    return dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count);
-}
-
-/* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
- * quarter of the address space. */
-static void dtrain__count_block(dtrain_optimizer *optimizer)
-{
-    const struct dtrain__layout *layout = dtrain__layout_of(optimizer->strategy);
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &count);
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
-        bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
-                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
-    }
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
-                                  (size_t)dtrain__shard_words(shard) * sizeof(float);
-    }
-    dtrain__muon none;
-    optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
-    optimizer->block_bytes =
-        (size_t)bytes + 2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
-}
-
 /* Append the tensor of a shard, with its state at *next; later calls do not move it. Biases and
  * scales of norms are 1-D and get no decay: pulling them to zero does not regularise anything. */
 static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
@@ -19139,7 +19244,8 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
 {
     const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
     const size_t states = dtrain__states_of(desc);
-    const int64_t padded = dtrain__shard_words(shard);
+    const int64_t padded =
+        dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count); /* words of 4 bytes */
     dtrain_device *device = optimizer->device;
     dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
     optimizer->sources[optimizer->tensor_count++] = shard;
@@ -19158,16 +19264,28 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
     if (states > 0) tensor->m = *next;
     if (states > 1) tensor->v = *next + padded;
     *next = dtrain__after(*next, (int64_t)states * padded);
+    optimizer->state_bytes += states * (size_t)padded * sizeof(float);
     return DTRAIN_OK;
 }
 
-/* Allocate the block, filled with zeros, and list the tensors of each group. */
+/* Count the bytes of the block, allocate it filled with zeros, and list the tensors of each group.
+ * The sums cannot overflow: the layout allows values at most a quarter of the address space. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
     const dtrain_allocator *a = &optimizer->allocator;
     const size_t count = optimizer->shard_count;
     dtrain_device *device = optimizer->device;
-    dtrain__count_block(optimizer);
+    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &optimizer->param_count);
+    for (size_t i = 0; i < optimizer->param_count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
+        optimizer->block_bytes += (size_t)dtrain__update_bytes(
+            dtrain__layout_of(optimizer->strategy), i, dtrain__states_of(desc),
+            desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
+    }
+    optimizer->scratch_bytes =
+        dtrain__muon_layout(optimizer, NULL, &optimizer->muon) * sizeof(float);
+    optimizer->block_bytes +=
+        2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
         a, count, sizeof *optimizer->tensors, "an optimizer");
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
@@ -19219,7 +19337,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
     optimizer->offloaded = dtrain__update_device(strategy) != NULL;
-    (void)dtrain__params_of(strategy, &optimizer->param_count);
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
     if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
@@ -20116,27 +20233,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
 
 /* A strategy as state, tape, trainer and monitor see it
  *
- * The core ring does not need these questions. */
+ * The core ring does not use these functions. */
 
 /* ---- The whole --------------------------------------------------------------------------------*/
 
 /* List the state of compression; *count is 0 without compression. */
 DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
-/* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
+/* True if gradients are reduced node by node: hierarchical, on several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators along the tensor axis: of operations, and of sums of
+/* Add up the counters of all communicators of the tensor axis: those of operations, and of sums of
  * whole parameters' gradients. */
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
-/* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
+/* Add up the counters of the pipeline axis: messages of a schedule, and sums of tied weights. */
 DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
                                                     dtrain_comm_info *info);
 /* Return the map of pipeline stages; without a pipeline it has one stage. */
 DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
-/* Tell whether this rank's loss counts: one of the ranks that hold a model sees its loss, with the
- * last stage, and where several do, the last of them. */
+/* True if this rank's loss counts. Of the ranks that hold one model only the ranks with the last
+ * stage see the loss, and only the last of them counts it. */
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy);
-/* Hash all updates so far and the flags of parameters, which all ranks must have alike. */
+/* Hash all updates so far and the flags of parameters, which all ranks have in common. */
 DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/
@@ -20152,20 +20269,20 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
 /* ---- Norm of gradients ------------------------------------------------------------------------*/
 
 /* Queue the sums of squares of the ranks that hold one model into *squares (*count, device memory),
- * where no rank shares a copy: their sum, in this order, is that of all gradients. Collective over
+ * if no rank shares a copy. Their sum in this order is the sum over all gradients. Collective over
  * those ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
                                                     const double **squares, int *count);
 
 /* ---- A strategy that is not made --------------------------------------------------------------*/
 
-/* A strategy that is not made. Collective; free it after an error too. */
+/* A planned strategy. dtrain__plan_strategy is collective; free the plan after an error too. */
 typedef struct dtrain__strategy_plan {
     dtrain__groups groups;
-    uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
-    int64_t limit;  /* ... of those that it may use, for activations too */
-    const struct dtrain__layout *layout; /* of rank 0 of the data axis */
-    const dtrain__stage_map *stages;     /* of a pipeline, with its desc; NULL: not known */
+    uint64_t needs; /* bytes per rank for parameters, gradients, optimizer and buffers */
+    int64_t limit;  /* bytes that a rank may use, for activations too */
+    const struct dtrain__layout *layout; /* layout of rank 0 of the data axis */
+    const dtrain__stage_map *stages;     /* pipeline stages; NULL: not known */
     const dtrain_pipeline_desc *pipeline;
     struct dtrain__planned *planned;
 } dtrain__strategy_plan;
@@ -20883,33 +21000,45 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
     return span - i % span;
 }
 
-/* ==== src/state/union.c ======================================================================= */
+/* ==== src/state/pieces.c ====================================================================== */
 
-/* The union of all ranks' lists
+/* Pieces: which rank saves which part of a tensor, and how the header of a file describes it
  *
- *     gather    every rank learns what each of them lists: tensors, and its pieces of them
- *     check     those that list the same tensor agree on it
- *     choose    of the ranks that hold the same piece the one that has the least to write
- *     check     the pieces that are chosen are all of the tensor
+ * To save, the ranks make one plan together:
  *
- * What a tensor axis does not cut its ranks have all, and where their parts of other parameters
- * differ in length they may shard it at different places. Each of them has a copy then, whole
- * between the ranks of its data axis, and the pieces of copy 0 are the ones that are written:
+ *     gather    every rank learns which tensors each rank lists, and which pieces of them
+ *     check     the ranks that list a tensor agree on its shape and dtype
+ *     choose    of the ranks that hold the same piece, the one that has the least to write
+ *     check     the chosen pieces cover the tensor
+ *
+ * A parameter that the tensor axis does not cut exists once per tensor rank. Each tensor rank has a
+ * copy, whole between the ranks of its data axis, and two copies can be sharded at different
+ * places, because the parameters before it differ in length. Only copy 0 is written:
  *
  *     copy 0, 2 data ranks   | a a a a a a | b b b b |
- *     copy 1                 | a a a | b b b b b b b |    left out
+ *     copy 1                 | a a a | b b b b b b b |    not written
  *
- * All ranks come to the same result from the same lists, so that nothing else has to be agreed on.
- * It is made when a directory is opened. A list of GPT-2 small has 460 entries of 180 bytes. */
+ * All ranks compute the same plan from the same lists, so they need no further agreement. The plan
+ * is made once, when a directory is opened. The list of GPT-2 small has 460 entries of 180 bytes.
+ *
+ * To load, every rank reads the headers of all files. The metadata of a header has one text for
+ * each piece of the file:
+ *
+ *     "piece:exp_avg.wte[0:16384]": "1 0 256 128 0 0 0 0 0 0 256 128 0 0 0 16384 8a9136aa wte"
+ *
+ * The text has the kind of the tensor, 1 if the tensor is private to a rank, the 4 numbers of the
+ * tensor's shape, the piece (first index of its box on each of 4 axes, 4 lengths, first element and
+ * length of its run), a checksum for each block of DTRAIN__BLOCK bytes, and the tensor's name. The
+ * dtype and the place in the file stand in the header's entry of that name, and nowhere else. */
 
 /* ==== src/state/checkpoint_internal.h ========================================================= */
 
-/* The tables of checkpoints
+/* The structs of checkpoints
  *
- *     dtrain__folder       a directory of checkpoints, and how it is reached; state/directory.c
- *     dtrain__manifest     what a checkpoint holds; state/manifest.c
- *     dtrain__held         a rank's piece of a tensor, listed or saved; state/union.c
- *     dtrain_checkpoint    a directory that is saved to; state/save.c */
+ *     dtrain__folder       a directory that has checkpoints in it; state/directory.c
+ *     dtrain__manifest     a checkpoint that is read: index, headers, pieces; state/manifest.c
+ *     dtrain__held         a piece of a tensor that a rank lists or saved; state/pieces.c
+ *     dtrain_checkpoint    a directory that a run saves to; state/save.c */
 
 /* ==== src/state/safetensors_internal.h ======================================================== */
 
@@ -21017,8 +21146,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                                                   const char *path, uint64_t most, char **text,
                                                   size_t *bytes);
 
-/* Checksums are of blocks of a piece, so that a rank that needs a part of it can check what it
- * reads without reading all of it. */
+/* Each block of a piece has a checksum, so a rank can check the part that it reads. */
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
 static inline size_t dtrain__blocks_of(uint64_t bytes)
@@ -21026,47 +21154,45 @@ static inline size_t dtrain__blocks_of(uint64_t bytes)
     return (size_t)((bytes + DTRAIN__BLOCK - 1) / DTRAIN__BLOCK);
 }
 
-#define DTRAIN__PIECE_KEY "piece:" /* before a piece's name in the metadata of its file */
+#define DTRAIN__HEX "0123456789abcdef"
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
-/* A result with its sentence, kept from calls that leave others. */
+/* A result and its error sentence, saved while other calls replace the last error. */
 typedef struct dtrain__outcome {
     dtrain_result result;
     char text[DTRAIN__ERROR_BYTES];
 } dtrain__outcome;
 
-/* ---- Pieces -----------------------------------------------------------------------------------*/
-
-/* A rank's piece of a tensor: an entry of the rank's list of state, which all ranks gather as words
- * of 64 bits, or what one of its files holds. */
+/* A piece of a tensor: an entry of a rank's list of state, or a piece in one of its files. All
+ * ranks gather these structs as words of 64 bits. */
 typedef struct dtrain__held {
-    dtrain_state_tensor tensor; /* its memory is that of `rank` */
-    int64_t rank;               /* whose list or file it is in; -1: none */
-    int64_t at;                 /* of the name, in those gathered; of the first byte in the file */
-    int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
-    char *copy_at;              /* of a rank that saves: in the snapshot; NULL: there is none */
-    const char *crc;            /* of a file: CRC_DIGITS hexadecimal digits for each block */
+    dtrain_state_tensor tensor; /* name and memory are addresses of `rank`, until gathered */
+    int64_t rank;               /* rank whose list or file has the piece; -1: padding */
+    int64_t at;                 /* offset in the file in bytes; while gathering, of the name */
+    int64_t copy;               /* tensor rank, for parameters that the tensor axis does not cut */
+    size_t count;               /* pieces of the tensor, in its first piece of a sorted list */
+    char *copy_at;              /* place in the snapshot (save); NULL: no snapshot */
+    const char *crc;            /* CRC_DIGITS hexadecimal digits for each block; NULL: none */
 } dtrain__held;
 
 /* ---- Directories ------------------------------------------------------------------------------*/
 
-/* A directory that has checkpoints in it. */
 typedef struct dtrain__folder {
     const dtrain_storage *storage;
     const dtrain_allocator *allocator;
     const char *path;
 } dtrain__folder;
 
-/* The steps of a folder, newest first: twice the step of a directory that is being replaced (.old),
- * one more of any other. */
+/* The steps of a folder, newest first. A key is 2 * step + 1; of a directory that is being replaced
+ * (.old) it is 2 * step. */
 typedef struct dtrain__steps {
     const dtrain_allocator *allocator;
-    const char *suffix; /* of the directories */
+    const char *suffix; /* suffix of the listed directories */
     int64_t *keys;      /* (room), count in use */
     size_t count, room;
-    bool remains; /* there are files of a checkpoint beside them */
-    bool failed;  /* no memory */
+    bool remains; /* the folder itself has files that belong in a checkpoint */
+    bool failed;  /* out of memory */
 } dtrain__steps;
 
 /* ---- Manifests --------------------------------------------------------------------------------*/
@@ -21074,26 +21200,20 @@ typedef struct dtrain__steps {
 /* The largest step or count that is saved or loaded: programs add to it and multiply it. */
 #define DTRAIN__STEP_MOST (INT64_MAX / 4)
 
-typedef struct dtrain__saved_tensor {
-    const dtrain__held *pieces; /* (count) */
-    size_t count;
-} dtrain__saved_tensor;
-
-/* A manifest that was read, and the headers of the files. */
+/* A checkpoint that is read: its manifest, the headers of its files, and their pieces. */
 typedef struct dtrain__manifest {
     const dtrain__folder *folder;
-    const char *directory; /* the checkpoint's */
-    char *text;            /* (text_bytes + 1), in which strings have been decoded */
+    const char *directory; /* path of the checkpoint */
+    char *text;            /* (text_bytes + 1), strings are decoded in place */
     size_t text_bytes;
     const char *strategy, *headers;
     uint64_t version, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;
-    const char *model, *settings;  /* where their objects begin; NULL: there is none */
-    dtrain__tensor_file *files;    /* (file_count) */
-    dtrain__held *pieces;          /* (piece_room), by tensor, rank of own ones, place */
-    dtrain__saved_tensor *tensors; /* (piece_count), by kind and name */
-    size_t file_count, piece_count, piece_room, tensor_count;
+    const char *model, *settings; /* beginnings of their objects; NULL: none */
+    dtrain__tensor_file *files;   /* (file_count) */
+    dtrain__held *pieces;         /* (piece_room), piece_count in use, in dtrain__held_order */
+    size_t file_count, piece_count, piece_room;
 } dtrain__manifest;
 
 /* state/directory.c */
@@ -21115,23 +21235,19 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
 DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text);
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only);
 DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
-DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
-                                                                  uint32_t kind, const char *name);
-DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
-                                                       int64_t rank);
 
 /* ---- Saving -----------------------------------------------------------------------------------*/
 
+/* One of the two files that a rank saves. */
 typedef struct dtrain__write_file {
     size_t first, count; /* pieces */
-    uint64_t bytes;      /* of data */
+    uint64_t bytes;      /* bytes of data */
     dtrain__text header;
 } dtrain__write_file;
 
-/* The phases of a save: this rank's files are brought to the disk; rank 0 publishes the checkpoint.
- * Each ends with an outcome. */
+/* The phases of a save: a rank's files reach the disk, then rank 0 publishes the checkpoint. Each
+ * phase ends with an outcome. */
 enum { DTRAIN__SAVE_WRITE, DTRAIN__SAVE_PUBLISH, DTRAIN__SAVE_PHASES };
 
 struct dtrain_checkpoint {
@@ -21141,41 +21257,41 @@ struct dtrain_checkpoint {
     dtrain__folder folder;
     dtrain_comm *comm;
     int rank, ranks;
-    int lock;     /* rank 0: the file; -1: none */
-    uint64_t run; /* rank 0: whose history the directory has */
+    int lock;     /* rank 0: open lock file; -1: none */
+    uint64_t run; /* rank 0: run whose history the directory has */
 
-    dtrain__held *held; /* (held_room) what this rank writes, by file and place */
+    dtrain__held *held; /* (held_room) pieces that this rank writes, by file and place */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-    char *crcs; /* (crc_bytes) of all pieces, and a 0 */
+    char *crcs; /* (crc_bytes) checksums of all pieces, and a 0 */
     size_t crc_bytes;
     dtrain__write_file files[2]; /* values; all else */
-    char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
-    char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */
+    char *snapshot;              /* page-locked if the device is no CPU; NULL: none */
+    char *bounce;                /* (BLOCK) bounce buffer for device memory; NULL: none */
 
     /* The save under way. */
     int64_t step;
     double metric;
-    bool outstanding;  /* begun, and not settled */
-    dtrain__text head; /* rank 0: the manifest, up to the checksums of headers */
-    double begun;
-    uint64_t bytes;        /* that this rank has written ... */
-    double written_at;     /* ... until then */
-    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published; 0: none */
+    bool outstanding;      /* begun, and not settled */
+    dtrain__text head;     /* rank 0: the manifest, up to the checksums of headers */
+    double begun;          /* time in seconds */
+    uint64_t bytes;        /* bytes that this rank has written */
+    double written_at;     /* time in seconds when this rank's files were on the disk */
+    uint64_t thread_ns[3]; /* trace: times when the thread began, had written, had published;
+                              0: no thread */
 
-    /* Both threads', under the mutex. */
+    /* Shared with the thread that writes, under the mutex. */
     pthread_t thread;
-    bool threaded;  /* there is one to join */
-    bool abandoned; /* one did not come to its end: nothing it uses is freed */
+    bool threaded;  /* the thread must be joined */
+    bool abandoned; /* the thread never ended, so its memory is not freed */
     pthread_mutex_t mutex;
     pthread_cond_t moved;
-    uint32_t ended;  /* phases that have ended, and their outcomes */
-    double deadline; /* for other ranks' files: nearer when all have written, past when one has
-                        failed */
+    uint32_t ended;  /* phases that have ended */
+    double deadline; /* rank 0: time in seconds until which it waits for the files of other ranks */
     dtrain__outcome outcomes[DTRAIN__SAVE_PHASES];
 
-    uint32_t failures;    /* in a row */
-    dtrain__outcome lost; /* of the newest save, where it has failed */
+    uint32_t failures;    /* failed saves in a row */
+    dtrain__outcome lost; /* outcome of the newest save, if it failed */
     dtrain_checkpoint_info info;
 };
 
@@ -21183,20 +21299,108 @@ struct dtrain_checkpoint {
 DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome);
 
-/* state/union.c */
-DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
-                                                    const dtrain__held *entries, size_t room,
-                                                    size_t *count);
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
-                                                   size_t count);
-DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b);
+/* state/pieces.c */
+DTRAIN__PRIVATE uint64_t dtrain__held_bytes(const dtrain__held *held);
 DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_choose(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__file_header(const dtrain_checkpoint *c,
+                                                  dtrain__write_file *file);
+DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
+                                                       int64_t rank);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_read(dtrain__manifest *m, bool values_only);
+DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *m, uint32_t kind,
+                                                        const char *name);
 
-#define DTRAIN__PIECE_ABOUT 256 /* bytes of the header of a file that a piece takes, about */
+#define DTRAIN__PIECE_ABOUT 256 /* bytes of a header that a piece takes, estimated */
+#define DTRAIN__PIECE_KEY "piece:"
 
-/* Gather all lists: entries and names, each padded to those of the longest list. */
-static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
+DTRAIN__PRIVATE uint64_t dtrain__held_bytes(const dtrain__held *held)
+{
+    return (uint64_t)held->tensor.piece.count * dtrain__state_bytes(held->tensor.dtype);
+}
+
+/* ---- Order and checks -------------------------------------------------------------------------*/
+
+/* Order pieces by kind and name of their tensors. */
+static int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b)
+{
+    if (a->tensor.kind != b->tensor.kind) return a->tensor.kind < b->tensor.kind ? -1 : 1;
+    return strcmp(a->tensor.name, b->tensor.name);
+}
+
+/* Order by tensor, then by piece. Pieces of a tensor that every rank has privately are ordered by
+ * rank first. */
+DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
+{
+    const dtrain__held *a = (const dtrain__held *)left, *b = (const dtrain__held *)right;
+    const int ranks = (a->rank > b->rank) - (a->rank < b->rank);
+    const int tensors = dtrain__tensor_order(a, b);
+    if (tensors || (a->tensor.own && ranks)) return tensors ? tensors : ranks;
+    const int pieces = dtrain__piece_order(&a->tensor.piece, &b->tensor.piece);
+    return pieces ? pieces : ranks;
+}
+
+/* Set pieces->count to the number of pieces that the first tensor of a sorted list has. Fail with
+ * `differ` if two ranks describe the tensor differently. */
+static dtrain_result dtrain__pieces_count(const char *where, dtrain_result differ,
+                                          dtrain__held *pieces, size_t room)
+{
+    const dtrain_state_tensor *tensor = &pieces->tensor;
+    size_t count = 1;
+    for (; count < room && dtrain__tensor_order(pieces, &pieces[count]) == 0; count++) {
+        char text[2][120];
+        if (dtrain__state_alike(tensor, &pieces[count].tensor)) continue;
+        for (int i = 0; i < 2; i++) {
+            const dtrain__held *held = &pieces[i ? count : 0];
+            const int64_t *shape = held->tensor.shape;
+            snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
+                     (int)held->rank, dtrain__stored_name(held->tensor.dtype), (long long)shape[0],
+                     (long long)shape[1], (long long)shape[2], (long long)shape[3],
+                     held->tensor.own ? ", its own" : "");
+        }
+        return dtrain_fail(differ,
+                           "%s: ranks list the %s of \"%s\" in different ways (%s; %s), expected "
+                           "the same dtype and shape from all that list it",
+                           where, dtrain__state_kind_name(tensor->kind),
+                           dtrain__short(tensor->name), text[0], text[1]);
+    }
+    pieces->count = count;
+    return DTRAIN_OK;
+}
+
+/* Check that the sorted pieces of a shared tensor do not overlap, and that together they cover it.
+ * A piece is compared with the pieces whose boxes begin before its own box ends. */
+static dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces)
+{
+    const dtrain_state_tensor *tensor = &pieces->tensor;
+    int64_t sum = 0;
+    bool overlap = false;
+    for (size_t i = 0; i < pieces->count && !overlap; i++) {
+        const dtrain_piece *a = &pieces[i].tensor.piece;
+        overlap = a->count > tensor->total - sum;
+        if (!overlap) sum += a->count;
+        for (size_t k = i + 1; k < pieces->count && !overlap; k++) {
+            const dtrain_piece *b = &pieces[k].tensor.piece;
+            dtrain_piece common;
+            if (b->first[0] >= a->first[0] + a->length[0]) break;
+            overlap = a->count && b->count &&
+                      (dtrain__box_same(a, b) ? b->offset < a->offset + a->count
+                                              : dtrain__piece_common(a, b, &common));
+        }
+    }
+    if (tensor->own || (!overlap && sum == tensor->total)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
+                       where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),
+                       overlap ? "overlap" : "leave a hole", (long long)sum,
+                       (long long)tensor->total);
+}
+
+/* ---- Saving: the plan of all ranks ------------------------------------------------------------*/
+
+/* Gather the lists of all ranks: entries, and names. Every rank pads both to the length of the
+ * longest list. */
+static dtrain_result dtrain__pieces_gather(dtrain_checkpoint *c)
 {
     const dtrain_state *state = c->desc.state;
     const size_t ranks = (size_t)c->ranks, words = sizeof(dtrain__held) / sizeof(int64_t);
@@ -21208,7 +21412,7 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
         dtrain_all_reduce(c->comm, most, most, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     const size_t entries = (size_t)most[0], name_words = (size_t)most[1] / sizeof(int64_t);
     const size_t part = name_words * sizeof(int64_t);
-    /* one part more: what this rank sends */
+    /* the last part is the send buffer of this rank */
     c->held_room = (ranks + 1) * entries;
     c->held_names_bytes = (ranks + 1) * part;
     c->held = (dtrain__held *)dtrain__alloc(&c->allocator, c->held_room, sizeof *c->held,
@@ -21217,7 +21421,7 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
         (char *)dtrain__alloc(&c->allocator, c->held_names_bytes, 1, "the lists of all ranks");
     DTRAIN__TRY(dtrain__agree(c->comm, c->held && c->held_names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
     dtrain__held *mine = c->held + ranks * entries;
-    for (size_t i = 0; i < entries; i++) mine[i].rank = -1; /* none */
+    for (size_t i = 0; i < entries; i++) mine[i].rank = -1; /* padding */
     char *const names = c->held_names + ranks * part;
     for (size_t i = 0, at = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
@@ -21227,8 +21431,9 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
         mine[i].tensor = *tensor;
         mine[i].rank = c->rank;
         mine[i].at = (int64_t)at;
+        /* arrays of the program have no copies: only the program knows which rank has which part */
         if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
-            mine[i].copy = copy; /* not cut: only the program knows which rank has which part */
+            mine[i].copy = copy;
         at += bytes;
     }
     DTRAIN__TRY(dtrain_all_gather(c->comm, mine, c->held, entries * words, DTRAIN_DTYPE_I64, NULL));
@@ -21243,115 +21448,241 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Order entries by kind and name of their tensors. */
-DTRAIN__PRIVATE int dtrain__tensor_order(const dtrain__held *a, const dtrain__held *b)
-{
-    if (a->tensor.kind != b->tensor.kind) return a->tensor.kind < b->tensor.kind ? -1 : 1;
-    return strcmp(a->tensor.name, b->tensor.name);
-}
-
-/* Order entries by tensor, then by piece; those of a tensor that every rank has of its own by rank
- * before that. */
-DTRAIN__PRIVATE int dtrain__held_order(const void *left, const void *right)
-{
-    const dtrain__held *a = (const dtrain__held *)left, *b = (const dtrain__held *)right;
-    const int ranks = (a->rank > b->rank) - (a->rank < b->rank);
-    const int tensors = dtrain__tensor_order(a, b);
-    if (tensors || (a->tensor.own && ranks)) return tensors ? tensors : ranks;
-    const int pieces = dtrain__piece_order(&a->tensor.piece, &b->tensor.piece);
-    return pieces ? pieces : ranks;
-}
-
-/* Count the entries of a sorted list's first tensor; `differ` if they do not agree on it. */
-DTRAIN__PRIVATE dtrain_result dtrain__entries_count(const char *where, dtrain_result differ,
-                                                    const dtrain__held *entries, size_t room,
-                                                    size_t *count)
-{
-    const dtrain_state_tensor *tensor = &entries->tensor;
-    for (*count = 1; *count < room && !dtrain__tensor_order(entries, &entries[*count]); ++*count) {
-        char text[2][120];
-        if (dtrain__state_alike(tensor, &entries[*count].tensor)) continue;
-        for (int i = 0; i < 2; i++) {
-            const dtrain__held *held = &entries[i ? *count : 0];
-            const int64_t *shape = held->tensor.shape;
-            snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
-                     (int)held->rank, dtrain__stored_name(held->tensor.dtype), (long long)shape[0],
-                     (long long)shape[1], (long long)shape[2], (long long)shape[3],
-                     held->tensor.own ? ", its own" : "");
-        }
-        return dtrain_fail(differ,
-                           "%s: ranks list the %s of \"%s\" in different ways (%s; %s), expected "
-                           "the same dtype and shape from all that list it",
-                           where, dtrain__state_kind_name(tensor->kind),
-                           dtrain__short(tensor->name), text[0], text[1]);
-    }
-    return DTRAIN_OK;
-}
-
-/* Check that the pieces of a tensor that ranks share, sorted, do not overlap, and that together
- * they are all of it. A piece is compared with those whose boxes begin before its own ends. */
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, const dtrain__held *pieces,
-                                                   size_t count)
-{
-    const dtrain_state_tensor *tensor = &pieces->tensor;
-    int64_t sum = 0;
-    bool overlap = false;
-    for (size_t i = 0; i < count && !overlap; i++) {
-        const dtrain_piece *a = &pieces[i].tensor.piece;
-        overlap = a->count > tensor->total - sum;
-        if (!overlap) sum += a->count;
-        for (size_t k = i + 1; k < count && !overlap; k++) {
-            const dtrain_piece *b = &pieces[k].tensor.piece;
-            dtrain_piece common;
-            if (b->first[0] >= a->first[0] + a->length[0]) break;
-            overlap = a->count && b->count &&
-                      (dtrain__box_same(a, b) ? b->offset < a->offset + a->count
-                                              : dtrain__piece_common(a, b, &common));
-        }
-    }
-    if (!count || tensor->own || (!overlap && sum == tensor->total)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s: the pieces of the %s of \"%s\" %s: they have %lld of its %lld elements",
-                       where, dtrain__state_kind_name(tensor->kind), dtrain__short(tensor->name),
-                       overlap ? "overlap" : "leave a hole", (long long)sum,
-                       (long long)tensor->total);
-}
-
-/* Make the union. Collective. Of entries that differ in nothing but the rank, that of the rank with
- * the least to write stays; none, if copy 0 has no such piece. */
-DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
+/* Choose the ranks that write. Collective. Of entries that differ in the rank only, the entry of
+ * the rank with the least to write stays; no entry stays if copy 0 lacks the piece. */
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_choose(dtrain_checkpoint *c)
 {
     static const char call[] = "dtrain_checkpoint_open";
-    uint64_t load[DTRAIN_MAX_RANKS] = {0};
-    size_t stay = 0; /* entries */
-    DTRAIN__TRY(dtrain__union_gather(c));
+    uint64_t load[DTRAIN_MAX_RANKS] = {0}; /* bytes that each rank writes */
+    size_t stay = 0;                       /* entries */
+    DTRAIN__TRY(dtrain__pieces_gather(c));
     dtrain__held *const held = c->held;
     qsort(held, c->held_count, sizeof *held, dtrain__held_order);
-    for (size_t i = 0, count, next; i < c->held_count; i += count) {
+    for (size_t i = 0, end, next; i < c->held_count; i = end) {
         const bool own = held[i].tensor.own;
-        const size_t first = stay; /* of this tensor */
-        DTRAIN__TRY(dtrain__entries_count(call, DTRAIN_ERROR_MISMATCH, &held[i], c->held_count - i,
-                                          &count));
-        for (size_t k = i; k < i + count; k = next) {
+        const size_t first = stay; /* entry of this tensor */
+        DTRAIN__TRY(dtrain__pieces_count(call, DTRAIN_ERROR_MISMATCH, &held[i], c->held_count - i));
+        end = i + held[i].count;
+        for (size_t k = i; k < end; k = next) {
             const dtrain_piece *piece = &held[k].tensor.piece;
             size_t least = k;
-            bool counts = own; /* or a piece of copy 0 */
-            for (next = k; next < i + count && (next == k || !own) &&
+            bool stays = own; /* or copy 0 has the piece */
+            for (next = k; next < end && (next == k || !own) &&
                            dtrain__piece_order(piece, &held[next].tensor.piece) == 0;
                  next++) {
                 if (load[held[next].rank] < load[held[least].rank]) least = next;
-                counts = counts || held[next].copy == 0;
+                stays = stays || held[next].copy == 0;
             }
-            if (!counts) continue;
-            load[held[least].rank] +=
-                (uint64_t)piece->count * dtrain__state_bytes(held[k].tensor.dtype) +
-                DTRAIN__PIECE_ABOUT;
+            if (!stays) continue;
+            load[held[least].rank] += dtrain__held_bytes(&held[k]) + DTRAIN__PIECE_ABOUT;
             held[stay++] = held[least];
         }
-        DTRAIN__TRY(dtrain__pieces_check(call, &held[first], stay - first));
+        if (stay == first) continue;
+        held[first].count = stay - first;
+        DTRAIN__TRY(dtrain__pieces_check(call, &held[first]));
     }
     c->held_count = stay;
     return DTRAIN_OK;
+}
+
+/* ---- Saving: headers --------------------------------------------------------------------------*/
+
+/* Append the name that a piece has in its file, and fill the piece's entry in the header. A whole
+ * tensor has its own name and shape. A box adds its place along each axis, "wte[0:64,0:128]"; a run
+ * adds its elements of the tensor or box, "wte[0:16384]". All kinds but values add the kind before
+ * the name. */
+static dtrain_result dtrain__piece_stored(const dtrain__held *held, dtrain__text *name,
+                                          dtrain__stored *stored)
+{
+    const dtrain_state_tensor *tensor = &held->tensor;
+    const dtrain_piece *part = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const bool boxed = !dtrain__box_same(part, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
+    const bool run = part->count != dtrain__box_count(part);
+    const size_t before = name->bytes;
+    stored->dtype = tensor->dtype;
+    stored->begin = (uint64_t)held->at;
+    stored->end = stored->begin + dtrain__held_bytes(held);
+    stored->dims = run ? 1 : 0;
+    stored->shape[0] = part->count;
+    dtrain__text_add(name, "%s%s%s", value ? "" : dtrain__state_kind_name(tensor->kind),
+                     value ? "" : ".", tensor->name);
+    for (int d = 0; d < 4 && (d == 0 || part->length[d]); d++) {
+        if (!run) stored->shape[stored->dims++] = part->length[d];
+        if (boxed)
+            dtrain__text_add(name, "%c%lld:%lld", d ? ',' : '[', (long long)part->first[d],
+                             (long long)(part->first[d] + part->length[d]));
+    }
+    if (boxed) dtrain__text_add(name, "]");
+    if (run)
+        dtrain__text_add(name, "[%lld:%lld]", (long long)part->offset,
+                         (long long)(part->offset + part->count));
+    if (name->failed) return DTRAIN_ERROR_MEMORY;
+    stored->name = name->at + before;
+    if (name->bytes - before < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "the name \"%s\" is too long for a file of tensors, which takes %d "
+                       "bytes with what is added here",
+                       dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
+}
+
+/* Write the header of a file that this rank saves. Its length does not depend on the checksums. */
+DTRAIN__PRIVATE dtrain_result dtrain__file_header(const dtrain_checkpoint *c,
+                                                  dtrain__write_file *file)
+{
+    dtrain__text texts[3], *metadata = &texts[0], *key = &texts[1], *value = &texts[2];
+    dtrain_result result = DTRAIN_OK;
+    memset(texts, 0, sizeof texts);
+    for (int i = 0; i < 3; i++) texts[i].allocator = &c->allocator;
+    file->header.allocator = &c->allocator;
+    file->header.bytes = 0;
+    dtrain__text_add(metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
+    for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
+        const dtrain__held *held = &c->held[file->first + i];
+        const dtrain_state_tensor *tensor = &held->tensor;
+        dtrain__stored stored;
+        int64_t numbers[16] = {tensor->kind, tensor->own};
+        memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
+        memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
+        key->bytes = value->bytes = 0;
+        dtrain__text_add(key, DTRAIN__PIECE_KEY);
+        result = dtrain__piece_stored(held, key, &stored);
+        for (int n = 0; n < 16; n++) dtrain__text_add(value, "%lld ", (long long)numbers[n]);
+        dtrain__text_append(value, held->crc,
+                            dtrain__blocks_of(dtrain__held_bytes(held)) * DTRAIN__CRC_DIGITS);
+        dtrain__text_add(value, " %s", tensor->name);
+        if (result == DTRAIN_OK && value->failed) result = DTRAIN_ERROR_MEMORY;
+        if (result != DTRAIN_OK) break;
+        dtrain__safetensors_add(&file->header, &stored);
+        dtrain__text_add(metadata, ",");
+        dtrain__text_add_string(metadata, key->at);
+        dtrain__text_add(metadata, ":");
+        dtrain__text_add_string(metadata, value->at);
+    }
+    dtrain__text_add(metadata, "}");
+    if (result == DTRAIN_OK && metadata->failed) result = DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK)
+        result = dtrain__safetensors_end(&file->header, metadata->at, file->bytes);
+    for (int i = 0; i < 3; i++) dtrain__text_free(&texts[i]);
+    return result;
+}
+
+/* ---- Loading ----------------------------------------------------------------------------------*/
+
+/* Read the text that describes a piece; `file` is the number of its file. */
+static bool dtrain__piece_parse(dtrain__json *json, const dtrain__stored *stored, size_t file,
+                                dtrain__held *held)
+{
+    dtrain_state_tensor *tensor = &held->tensor;
+    int64_t numbers[16] = {0}; /* kind, own, shape, piece */
+    bool fits = true;
+    for (int i = 0; i < 16; i++) (void)dtrain__json_count(json, &numbers[i]);
+    if (json->result != DTRAIN_OK) return false;
+    held->rank = (int64_t)(file / 2);
+    tensor->kind = (uint32_t)numbers[0];
+    tensor->own = numbers[1] != 0;
+    tensor->dtype = stored->dtype;
+    memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
+    memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
+    tensor->total = 1;
+    for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
+        fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
+        if (fits) tensor->total *= tensor->shape[d];
+    }
+    if (!fits || numbers[0] >= DTRAIN_STATE_KINDS || stored->dtype > DTRAIN_STATE_BYTES ||
+        (numbers[0] == DTRAIN_STATE_VALUE) != (file % 2 == 0) ||
+        !dtrain__piece_fits(&tensor->piece, tensor->shape))
+        return dtrain__json_fail(json, "this piece cannot be");
+    const uint64_t bytes = dtrain__held_bytes(held);
+    const size_t digits = dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
+    held->crc = json->at + 1;
+    if (bytes != stored->end - stored->begin || *json->at != ' ' ||
+        strspn(held->crc, DTRAIN__HEX) != digits || held->crc[digits] != ' ' ||
+        !held->crc[digits + 1])
+        return dtrain__json_fail(json, "expected %zu digits of checksums and a name, of %llu bytes",
+                                 digits, (unsigned long long)bytes);
+    tensor->name = held->crc + digits + 1;
+    return true;
+}
+
+/* List the pieces that a file's metadata describes; each tensor of the file must be one piece. */
+static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
+{
+    const dtrain__tensor_file *file = &m->files[f];
+    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1, before = m->piece_count;
+    const char *value;
+    for (const char *key = file->metadata; key < file->metadata_end;
+         key = value + strlen(value) + 1) {
+        value = key + strlen(key) + 1;
+        if (strncmp(key, DTRAIN__PIECE_KEY, prefix) != 0) continue;
+        if (!dtrain__grow(m->folder->allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
+                          sizeof *m->pieces, "the pieces of a checkpoint"))
+            return DTRAIN_ERROR_MEMORY;
+        dtrain__held *held = &m->pieces[m->piece_count++];
+        dtrain__stored *stored = dtrain__safetensors_find(file, key + prefix);
+        dtrain__json json = dtrain__json_begin(path, value, strlen(value));
+        json.inside = key;
+        memset(held, 0, sizeof *held);
+        if (!stored || stored->user)
+            dtrain__json_fail(&json, "there is no such tensor, or it is described twice");
+        else if (dtrain__piece_parse(&json, stored, f, held)) {
+            held->at = (int64_t)(file->data + stored->begin);
+            stored->user = m;
+        }
+        DTRAIN__TRY(json.result);
+    }
+    if (m->piece_count - before == file->count) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s describes %zu of its %zu tensors", path,
+                       m->piece_count - before, file->count);
+}
+
+/* Return the path of a rank's file: values (which = 0), or all else (1). */
+DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
+                                                       int64_t rank)
+{
+    return dtrain__path_in(checkpoint, "%s-%05d.safetensors", which ? "state" : "model", (int)rank);
+}
+
+/* Read the headers of all files, or only of the files with values, and list their pieces in
+ * dtrain__held_order. The first piece of a tensor has the number of its pieces. */
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_read(dtrain__manifest *m, bool values_only)
+{
+    const dtrain_allocator *allocator = m->folder->allocator;
+    const size_t count = 2 * (size_t)m->ranks;
+    m->files = (dtrain__tensor_file *)dtrain__alloc(allocator, count, sizeof *m->files,
+                                                    "the headers of a checkpoint");
+    if (!m->files) return DTRAIN_ERROR_MEMORY;
+    m->file_count = count;
+    for (size_t f = 0; f < count; f += values_only ? 2 : 1) {
+        const dtrain__file_path path = dtrain__tensors_path(m->directory, f % 2, (int64_t)(f / 2));
+        DTRAIN__TRY(dtrain__safetensors_read(m->folder->storage, path.text,
+                                             m->headers + DTRAIN__CRC_DIGITS * f, allocator,
+                                             &m->files[f]));
+        DTRAIN__TRY(dtrain__pieces_list(m, path.text, f));
+    }
+    if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__held_order);
+    for (size_t i = 0; i < m->piece_count; i += m->pieces[i].count) {
+        DTRAIN__TRY(dtrain__pieces_count(m->directory, DTRAIN_ERROR_DATA, &m->pieces[i],
+                                         m->piece_count - i));
+        DTRAIN__TRY(dtrain__pieces_check(m->directory, &m->pieces[i]));
+    }
+    return DTRAIN_OK;
+}
+
+/* Find the first piece of a tensor; NULL if the checkpoint lacks the tensor. */
+DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *m, uint32_t kind,
+                                                        const char *name)
+{
+    size_t low = 0, high = m->piece_count;
+    dtrain__held key;
+    key.tensor.kind = kind;
+    key.tensor.name = name;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (dtrain__tensor_order(&m->pieces[middle], &key) < 0) low = middle + 1;
+        else high = middle;
+    }
+    const bool found = low < m->piece_count && dtrain__tensor_order(&m->pieces[low], &key) == 0;
+    return found ? &m->pieces[low] : NULL;
 }
 
 /* ==== src/state/save.c ======================================================================== */
@@ -21399,90 +21730,6 @@ static void dtrain__poll_sleep(void)
 }
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
-
-static uint64_t dtrain__held_bytes(const dtrain__held *held)
-{
-    return (uint64_t)held->tensor.piece.count * dtrain__state_bytes(held->tensor.dtype);
-}
-
-/* Append the name of a piece in its file, and describe the piece as the file has it. A whole tensor
- * has its own name and shape. A box adds its place along each axis, "wte[0:64,0:128]"; a run adds
- * its elements of the tensor or box, "wte[0:16384]". The names of all kinds but values begin with
- * the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__held *held, dtrain__text *name,
-                                          dtrain__stored *stored)
-{
-    const dtrain_state_tensor *tensor = &held->tensor;
-    const dtrain_piece *part = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const bool boxed = !dtrain__box_same(part, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
-    const bool run = part->count != dtrain__box_count(part);
-    const size_t before = name->bytes;
-    stored->dtype = tensor->dtype;
-    stored->begin = (uint64_t)held->at;
-    stored->end = stored->begin + dtrain__held_bytes(held);
-    stored->dims = run ? 1 : 0;
-    stored->shape[0] = part->count;
-    dtrain__text_add(name, "%s%s%s", value ? "" : dtrain__state_kind_name(tensor->kind),
-                     value ? "" : ".", tensor->name);
-    for (int d = 0; d < 4 && (d == 0 || part->length[d]); d++) {
-        if (!run) stored->shape[stored->dims++] = part->length[d];
-        if (boxed)
-            dtrain__text_add(name, "%c%lld:%lld", d ? ',' : '[', (long long)part->first[d],
-                             (long long)(part->first[d] + part->length[d]));
-    }
-    if (boxed) dtrain__text_add(name, "]");
-    if (run)
-        dtrain__text_add(name, "[%lld:%lld]", (long long)part->offset,
-                         (long long)(part->offset + part->count));
-    if (name->failed) return DTRAIN_ERROR_MEMORY;
-    stored->name = name->at + before;
-    if (name->bytes - before < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "the name \"%s\" is too long for a file of tensors, which takes %d "
-                       "bytes with what is added here",
-                       dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
-}
-
-/* Make the header of a file: what it holds, and the metadata by which readers know it. The length
- * does not depend on the checksums. */
-static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
-{
-    dtrain__text texts[3], *metadata = &texts[0], *key = &texts[1], *value = &texts[2];
-    dtrain_result result = DTRAIN_OK;
-    memset(texts, 0, sizeof texts);
-    for (int i = 0; i < 3; i++) texts[i].allocator = &c->allocator;
-    file->header.allocator = &c->allocator;
-    file->header.bytes = 0;
-    dtrain__text_add(metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
-    for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
-        const dtrain__held *held = &c->held[file->first + i];
-        const dtrain_state_tensor *tensor = &held->tensor;
-        dtrain__stored stored;
-        int64_t numbers[16] = {tensor->kind, tensor->own};
-        memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
-        memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
-        key->bytes = value->bytes = 0;
-        dtrain__text_add(key, DTRAIN__PIECE_KEY);
-        result = dtrain__piece_stored(held, key, &stored);
-        for (int n = 0; n < 16; n++) dtrain__text_add(value, "%lld ", (long long)numbers[n]);
-        dtrain__text_append(value, held->crc,
-                            dtrain__blocks_of(dtrain__held_bytes(held)) * DTRAIN__CRC_DIGITS);
-        dtrain__text_add(value, " %s", tensor->name);
-        if (result == DTRAIN_OK && value->failed) result = DTRAIN_ERROR_MEMORY;
-        if (result != DTRAIN_OK) break;
-        dtrain__safetensors_add(&file->header, &stored);
-        dtrain__text_add(metadata, ",");
-        dtrain__text_add_string(metadata, key->at);
-        dtrain__text_add(metadata, ":");
-        dtrain__text_add_string(metadata, value->at);
-    }
-    dtrain__text_add(metadata, "}");
-    if (result == DTRAIN_OK && metadata->failed) result = DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK)
-        result = dtrain__safetensors_end(&file->header, metadata->at, file->bytes);
-    for (int i = 0; i < 3; i++) dtrain__text_free(&texts[i]);
-    return result;
-}
 
 /* Order pieces by file, wide elements first: so all are aligned. */
 static int dtrain__file_order(const void *left, const void *right)
@@ -22061,7 +22308,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         pthread_condattr_destroy(&monotonic);
     }
     result = dtrain__agree(comm, result);
-    if (result == DTRAIN_OK) result = dtrain__union_make(c);
+    if (result == DTRAIN_OK) result = dtrain__pieces_choose(c);
     if (result == DTRAIN_OK) result = dtrain__directory_open(c);
     if (result == DTRAIN_OK) *out = c;
     else (void)dtrain_checkpoint_close(c);
@@ -22094,36 +22341,18 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
 
 /* Reading pieces
  *
- *     source    a piece as a file has it: a checkpoint's, or all of a tensor of weights
- *     target    the piece that this rank wants
+ *     held      a piece as a file has it: a checkpoint's, or a whole tensor of weights
+ *     target    the tensor and piece that this rank wants
  *
- * What both have in common is read block by block, each with its checksum where there is one, and
- * placed where it belongs. A block that is wanted whole goes straight to its place, if that is host
- * memory: no rank ever has more of a tensor in memory than its own pieces and one block. 16-bit
- * elements that become fp32 are read to the upper half of their room and widened from the first one
- * on: a widened element covers only bytes of elements that have been widened already. */
+ * The elements that both have are read block by block and copied to the target. Each block is
+ * checked if it has a checksum. A block that the target wants whole goes straight to its place, if
+ * the target is host memory: a rank never has more of a tensor in memory than its own pieces and
+ * one block. 16-bit elements that become fp32 are read to the upper half of their room and widened
+ * from the first one on: a widened element covers only bytes of elements that are widened. */
 
 /* ==== src/state/read_internal.h =============================================================== */
 
 /* Reading pieces of tensors from files: what loading a checkpoint and importing weights share. */
-
-/* A piece of a tensor in a file. */
-typedef struct dtrain__source {
-    const char *path;
-    uint64_t at;             /* its first byte */
-    const char *kind, *name; /* for sentences */
-    const char *crc;         /* CRC_DIGITS hexadecimal digits for each BLOCK of it; NULL: none */
-    uint32_t dtype;
-    dtrain_piece piece;
-} dtrain__source;
-
-/* The piece that a rank wants. */
-typedef struct dtrain__target {
-    void *memory; /* (piece.count) of the device; of the host with a scale */
-    dtrain_piece piece;
-    uint32_t dtype; /* the source's, or F32 for BF16 and F16, which are widened */
-    float scale;    /* not 0: elements, times this, are added to sums of fp32 */
-} dtrain__target;
 
 /* One file is open at a time, and one block in memory. */
 typedef struct dtrain__reader {
@@ -22162,12 +22391,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
                                                    const dtrain_state *state,
                                                    const dtrain_storage *storage);
 DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
-DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
-                                                    const dtrain__source *source, bool widen,
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader, const char *path,
+                                                    const dtrain__held *held, bool widen,
                                                     int64_t first, int64_t count, char *to);
-DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
-                                                 const dtrain__source *source,
-                                                 const dtrain__target *target);
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const char *path,
+                                                 const dtrain__held *held,
+                                                 const dtrain_state_tensor *target, float scale);
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__difference_text(const dtrain__name_list *lists, int count, char *text,
@@ -22193,56 +22422,56 @@ DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_sta
     reader->block = NULL;
 }
 
-/* Read elements first to first + count of a source, widened to fp32 or as they are. With checksums
- * they are one whole block. */
-DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
-                                                    const dtrain__source *source, bool widen,
+/* Read elements first to first + count of a piece, widened to fp32 or as they are. If the piece has
+ * checksums, the elements must be one whole block. */
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader, const char *path,
+                                                    const dtrain__held *held, bool widen,
                                                     int64_t first, int64_t count, char *to)
 {
-    const size_t each = dtrain__stored_bytes(source->dtype), bytes = (size_t)count * each;
+    const size_t each = dtrain__stored_bytes(held->tensor.dtype), bytes = (size_t)count * each;
     const uint64_t at = (uint64_t)first * each;
     char digits[DTRAIN__CRC_DIGITS + 1];
     char *from = widen ? to + (size_t)count * sizeof(float) - bytes : to;
     const dtrain_storage *storage = reader->storage;
-    if (reader->file < 0 || strcmp(reader->opened, source->path) != 0) {
+    if (reader->file < 0 || strcmp(reader->opened, path) != 0) {
         if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
         reader->file = -1;
-        DTRAIN__TRY(
-            dtrain__storage_open(storage, source->path, DTRAIN_STORAGE_READ, &reader->file));
-        snprintf(reader->opened, sizeof reader->opened, "%s", source->path);
+        DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &reader->file));
+        snprintf(reader->opened, sizeof reader->opened, "%s", path);
     }
     DTRAIN__TRY(
-        dtrain__storage_read(storage, reader->file, source->path, from, bytes, source->at + at));
+        dtrain__storage_read(storage, reader->file, path, from, bytes, (uint64_t)held->at + at));
     reader->bytes += bytes;
-    if (source->crc) {
+    if (held->crc) {
         snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, from, bytes));
-        if (memcmp(digits, source->crc + at / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS,
+        if (memcmp(digits, held->crc + at / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS,
                    DTRAIN__CRC_DIGITS) != 0)
             return dtrain_fail(
                 DTRAIN_ERROR_DATA,
                 "%s is damaged: its %zu bytes from %llu on, of the %s of \"%s\", do not have "
                 "the checksum of its header",
-                source->path, bytes, (unsigned long long)(source->at + at), source->kind,
-                dtrain__short(source->name));
+                path, bytes, (unsigned long long)((uint64_t)held->at + at),
+                dtrain__state_kind_name(held->tensor.kind), dtrain__short(held->tensor.name));
     }
     for (int64_t i = 0; i < count && from > to; i++) {
         uint16_t low;
         memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
-        const float x = dtrain_half_to_f32((dtrain_dtype)source->dtype, low);
+        const float x = dtrain_half_to_f32((dtrain_dtype)held->tensor.dtype, low);
         memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
     }
     return DTRAIN_OK;
 }
 
-/* Read what a source has of the target. Elements come in the same order in both, so that every
- * block is read once. */
-DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
-                                                 const dtrain__source *source,
-                                                 const dtrain__target *target)
+/* Read the elements that a piece shares with the target. Elements have the same order in both, so
+ * every block is read once. A scale that is not 0 adds the elements, times the scale, to the
+ * target's sums, which are fp32 in host memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader, const char *path,
+                                                 const dtrain__held *held,
+                                                 const dtrain_state_tensor *target, float scale)
 {
-    const dtrain_piece *a = &source->piece, *b = &target->piece;
-    const bool widen = source->dtype != target->dtype;
-    const bool direct = target->scale == 0 && reader->device->ops->host_memory;
+    const dtrain_piece *a = &held->tensor.piece, *b = &target->piece;
+    const bool widen = held->tensor.dtype != target->dtype;
+    const bool direct = scale == 0 && reader->device->ops->host_memory;
     const size_t each = dtrain__stored_bytes(target->dtype); /* in the block */
     const int64_t block = (int64_t)(DTRAIN__BLOCK / each);
     dtrain_piece common;
@@ -22254,25 +22483,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
         const int64_t from = dtrain__piece_place(a, &common, i);
         char *to = (char *)target->memory + (size_t)dtrain__piece_place(b, &common, i) * each;
         const int64_t first = from / block * block;
-        const int64_t low = source->crc ? first : from;
-        const int64_t high = dtrain__min(first + block, source->crc ? a->count : last);
+        const int64_t low = held->crc ? first : from;
+        const int64_t high = dtrain__min(first + block, held->crc ? a->count : last);
         count = dtrain__min(dtrain__piece_span(a, &common, i), dtrain__piece_span(b, &common, i));
         count = dtrain__min(dtrain__min(count, end - i), high - from);
         if (direct && low == from && high == from + count) {
-            DTRAIN__TRY(dtrain__elements_read(reader, source, widen, low, count, to));
+            DTRAIN__TRY(dtrain__elements_read(reader, path, held, widen, low, count, to));
             continue;
         }
         if (from >= reader->high) {
             DTRAIN__TRY(
-                dtrain__elements_read(reader, source, widen, low, high - low, reader->block));
+                dtrain__elements_read(reader, path, held, widen, low, high - low, reader->block));
             reader->low = low;
             reader->high = high;
         }
         const char *block_at = reader->block + (size_t)(from - reader->low) * each;
-        if (target->scale == 0)
+        if (scale == 0)
             DTRAIN__TRY(dtrain_device_copy(reader->device, to, block_at, (size_t)count * each));
-        for (int64_t e = 0; e < count && target->scale != 0; e++)
-            ((float *)(void *)to)[e] += target->scale * ((const float *)(const void *)block_at)[e];
+        for (int64_t e = 0; e < count && scale != 0; e++)
+            ((float *)(void *)to)[e] += scale * ((const float *)(const void *)block_at)[e];
     }
     return DTRAIN_OK;
 }
@@ -22342,7 +22571,7 @@ typedef struct dtrain__load {
     dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
-    int32_t *wanted; /* (manifest.tensor_count + 1) 1: some rank lists it; the last: cuts differ */
+    int32_t *wanted; /* (manifest.piece_count + 1) 1: some rank lists it; the last: cuts differ */
     float *sum;      /* (BLOCK) for means, made when there are any */
     bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
     dtrain_load_info info; /* of a success */
@@ -22357,37 +22586,30 @@ static void dtrain__load_note(dtrain__load *load, const char *title, const char 
 }
 
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
-static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
-                                                     const dtrain_state_tensor *tensor)
+static const dtrain__held *dtrain__saved_for(const dtrain__load *load,
+                                             const dtrain_state_tensor *tensor)
 {
-    const dtrain__saved_tensor *saved =
-        dtrain__manifest_find(&load->manifest, tensor->kind, tensor->name);
-    return saved && dtrain__state_alike(&saved->pieces->tensor, tensor) ? saved : NULL;
+    const dtrain__held *saved = dtrain__pieces_find(&load->manifest, tensor->kind, tensor->name);
+    return saved && dtrain__state_alike(&saved->tensor, tensor) ? saved : NULL;
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read the target's elements of a saved tensor. Of tensors that each rank has of its own, `rank`
- * chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
-static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
-                                         int64_t rank, dtrain__target *target)
+/* Read the elements of a saved tensor that the target wants. If each rank has its private tensor,
+ * `rank` chooses one; -1 adds up their mean. Ranks with the same part saved the same piece. */
+static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__held *saved,
+                                         int64_t rank, const dtrain_state_tensor *target)
 {
-    const dtrain__held *const end = saved->pieces + saved->count;
-    target->dtype = saved->pieces->tensor.dtype;
-    for (const dtrain__held *held = saved->pieces; held < end; held++) {
-        const dtrain_state_tensor *tensor = &held->tensor;
-        if (tensor->own && rank >= 0 && held->rank != rank) continue;
+    const dtrain__held *const end = saved + saved->count;
+    for (const dtrain__held *held = saved; held < end; held++) {
+        if (held->tensor.own && rank >= 0 && held->rank != rank) continue;
         const dtrain__file_path path = dtrain__tensors_path(
-            load->directory.text, tensor->kind != DTRAIN_STATE_VALUE, held->rank);
-        const dtrain__source source = {
-            path.text,    (uint64_t)held->at, dtrain__state_kind_name(tensor->kind),
-            tensor->name, held->crc,          tensor->dtype,
-            tensor->piece};
-        int same = 0; /* pieces, of as many ranks */
-        for (const dtrain__held *other = saved->pieces; other < end && rank < 0; other++)
-            same += dtrain__piece_order(&tensor->piece, &other->tensor.piece) == 0;
-        if (rank < 0) target->scale = 1.0f / (float)same;
-        DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
+            load->directory.text, held->tensor.kind != DTRAIN_STATE_VALUE, held->rank);
+        int same = 0; /* ranks that saved this piece */
+        for (const dtrain__held *other = saved; other < end && rank < 0; other++)
+            same += dtrain__piece_order(&held->tensor.piece, &other->tensor.piece) == 0;
+        DTRAIN__TRY(dtrain__piece_read(&load->reader, path.text, held, target,
+                                       rank < 0 ? 1.0f / (float)same : 0));
     }
     return DTRAIN_OK;
 }
@@ -22396,7 +22618,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain_state *state = load->state;
-    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+    const dtrain__held *saved = dtrain__saved_for(load, tensor);
     const bool flat =
         saved && !load->manifest.hierarchical && !dtrain__goes_by_nodes(state->desc.strategy);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / sizeof(float));
@@ -22405,7 +22627,8 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
             (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
     if (!load->sum) return DTRAIN_ERROR_MEMORY;
     for (int64_t done = 0; done < tensor->piece.count; done += most) {
-        dtrain__target target = {load->sum, tensor->piece, DTRAIN_DTYPE_F32, 1};
+        dtrain_state_tensor target = *tensor;
+        target.memory = load->sum;
         target.piece.offset += done;
         target.piece.count = dtrain__min(most, tensor->piece.count - done);
         memset(load->sum, 0, DTRAIN__BLOCK);
@@ -22422,12 +22645,13 @@ static dtrain_result dtrain__scalars_check(dtrain__load *load)
 {
     for (size_t i = 0; i < load->state->tensor_count && !load->desc.values_only; i++) {
         const dtrain_state_tensor *tensor = &load->state->tensors[i];
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        const dtrain__held *saved = dtrain__saved_for(load, tensor);
         uint64_t bits = 0;
         float scale = 1;
-        dtrain__target target = {&bits, tensor->piece, tensor->dtype, 0};
+        dtrain_state_tensor target = *tensor;
         if (tensor->kind != DTRAIN_STATE_SCALAR || !saved || strstr(tensor->name, ".seed"))
             continue;
+        target.memory = &bits;
         DTRAIN__TRY(dtrain__tensor_read(load, saved, 0, &target)); /* little-endian */
         if (tensor->dtype == DTRAIN_DTYPE_F32) memcpy(&scale, &bits, sizeof scale);
         if (bits > DTRAIN__STEP_MOST || !dtrain__is_finite(scale) || scale <= 0)
@@ -22451,19 +22675,19 @@ static bool dtrain__cuts_same(const dtrain__load *load)
     for (size_t i = 0; i < state->tensor_count && same; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!tensor->own || tensor->kind == DTRAIN_STATE_HOST || !tensor->piece.count) continue;
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+        const dtrain__held *saved = dtrain__saved_for(load, tensor);
         same = false;
         for (size_t k = 0; saved && k < saved->count; k++)
-            same |= saved->pieces[k].rank == rank &&
-                    dtrain__piece_order(&saved->pieces[k].tensor.piece, &tensor->piece) == 0;
+            same |= saved[k].rank == rank &&
+                    dtrain__piece_order(&saved[k].tensor.piece, &tensor->piece) == 0;
         more--;
     }
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain__saved_tensor *saved = &m->tensors[i];
-        const dtrain_state_tensor *tensor = &saved->pieces->tensor;
+    for (size_t i = 0; i < m->piece_count; i += m->pieces[i].count) {
+        const dtrain__held *saved = &m->pieces[i];
+        const dtrain_state_tensor *tensor = &saved->tensor;
         if (!load->wanted[i] || !tensor->own || tensor->kind == DTRAIN_STATE_HOST) continue;
         for (size_t k = 0; k < saved->count; k++)
-            more += saved->pieces[k].rank == rank && saved->pieces[k].tensor.piece.count;
+            more += saved[k].rank == rank && saved[k].tensor.piece.count;
     }
     return same && more == 0;
 }
@@ -22524,7 +22748,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                 dtrain__name_add(&lists[DTRAIN__AVERAGED], "%s", kind_name);
             said[kind] = true;
         } else if (!saved) {
-            const bool there = dtrain__manifest_find(m, kind, tensor->name) != NULL;
+            const bool there = dtrain__pieces_find(m, kind, tensor->name) != NULL;
             const int list = number || tensor->own ? DTRAIN__ANEW
                              : there               ? DTRAIN__DIFFERENT
                                                    : DTRAIN__MISSING;
@@ -22534,10 +22758,10 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                              "%s \"%s\" of ranks from %d on", kind_name, name,
                              ranks > before ? before : ranks);
     }
-    for (size_t i = 0; i < m->tensor_count; i++)
-        if (load->wanted[i]) said[m->tensors[i].pieces->tensor.kind] = true;
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &m->tensors[i].pieces->tensor;
+    for (size_t i = 0; i < m->piece_count; i += m->pieces[i].count)
+        if (load->wanted[i]) said[m->pieces[i].tensor.kind] = true;
+    for (size_t i = 0; i < m->piece_count; i += m->pieces[i].count) {
+        const dtrain_state_tensor *tensor = &m->pieces[i].tensor;
         const bool value = tensor->kind == DTRAIN_STATE_VALUE,
                    array = tensor->kind == DTRAIN_STATE_HOST;
         const char *kind_name = dtrain__state_kind_name(tensor->kind);
@@ -22576,36 +22800,35 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     load->reader.bytes = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     dtrain_result result = dtrain__manifest_read(&load->folder, load->directory.text, m);
-    if (result == DTRAIN_OK) result = dtrain__manifest_tensors(m, !all);
+    if (result == DTRAIN_OK) result = dtrain__pieces_read(m, !all);
     if (result == DTRAIN_OK) result = dtrain__scalars_check(load);
     DTRAIN__TRY(dtrain__agree(state->comm, result));
     /* ranks may list different tensors */
-    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count + 1,
+    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->piece_count + 1,
                                             sizeof *load->wanted, "a list of tensors");
     DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
     for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain__saved_tensor *saved =
-            dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
-        if (saved) load->wanted[saved - m->tensors] = 1;
+        const dtrain__held *saved =
+            dtrain__pieces_find(m, state->tensors[i].kind, state->tensors[i].name);
+        if (saved) load->wanted[saved - m->pieces] = 1;
     }
-    load->wanted[m->tensor_count] = !dtrain__cuts_same(load);
-    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count + 1,
+    load->wanted[m->piece_count] = !dtrain__cuts_same(load);
+    DTRAIN__TRY(dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->piece_count + 1,
                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
-    load->same_cuts = !load->wanted[m->tensor_count];
+    load->same_cuts = !load->wanted[m->piece_count];
     result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     DTRAIN__TRY(result);
     dtrain__notes_of(state->desc.strategy)->torn = dtrain__load_call;
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-        dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, 0};
+        const dtrain__held *saved = dtrain__saved_for(load, tensor);
         if (tensor->kind != DTRAIN_STATE_VALUE && !all) continue;
         if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
             result = dtrain__own_mean(load, tensor);
         else if (saved && (!tensor->own || rank < m->ranks)) {
             load->info.values += tensor->kind == DTRAIN_STATE_VALUE;
-            result = dtrain__tensor_read(load, saved, rank, &target);
+            result = dtrain__tensor_read(load, saved, rank, tensor);
         }
     }
     DTRAIN__TRY(dtrain__agree(state->comm, result));
@@ -22621,7 +22844,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 /* Free what belongs to one checkpoint. */
 static void dtrain__load_free(dtrain__load *load)
 {
-    dtrain__free(&load->state->allocator, load->wanted, load->manifest.tensor_count + 1,
+    dtrain__free(&load->state->allocator, load->wanted, load->manifest.piece_count + 1,
                  sizeof *load->wanted);
     load->wanted = NULL;
     dtrain__manifest_free(&load->manifest);
@@ -23068,36 +23291,35 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
     snprintf(text + used, 64 - used, "]");
 }
 
-/* Describe a tensor of a file, all of it, as a source. */
-static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t file,
-                                            const dtrain__stored *stored)
+/* Describe a tensor of a file as a piece without checksums. The caller sets the box. */
+static dtrain__held dtrain__import_held(const dtrain__import *im, uint32_t file,
+                                        const dtrain__stored *stored)
 {
-    dtrain__source source;
-    memset(&source, 0, sizeof source);
-    source.path = im->files[file].path;
-    source.at = im->files[file].header.data + stored->begin;
-    source.kind = "value";
-    source.name = stored->name;
-    source.dtype = stored->dtype;
-    return source;
+    dtrain__held held;
+    memset(&held, 0, sizeof held);
+    held.at = (int64_t)(im->files[file].header.data + stored->begin);
+    held.tensor.kind = DTRAIN_STATE_VALUE;
+    held.tensor.name = stored->name;
+    held.tensor.dtype = stored->dtype;
+    return held;
 }
 
 /* Compare the bytes of two tensors that this run has tied, half a block of each at once. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
 {
-    dtrain__source source[2] = {dtrain__import_source(im, weight->file, weight->stored),
-                                dtrain__import_source(im, file, other)};
+    dtrain__held held[2] = {dtrain__import_held(im, weight->file, weight->stored),
+                            dtrain__import_held(im, file, other)};
     const int64_t bytes = (int64_t)(other->end - other->begin), half = DTRAIN__BLOCK / 2;
     char *const block = im->reader.block;
     bool same = weight->stored->dtype == other->dtype &&
                 weight->stored->end - weight->stored->begin == (uint64_t)bytes;
-    source[0].dtype = source[1].dtype = DTRAIN__STORED_U8;
+    held[0].tensor.dtype = held[1].tensor.dtype = DTRAIN__STORED_U8;
     for (int64_t done = 0; done < bytes && same; done += half) {
         const int64_t count = dtrain__min(bytes - done, half);
         for (int i = 0; i < 2; i++)
-            DTRAIN__TRY(dtrain__elements_read(&im->reader, &source[i], false, done, count,
-                                              block + i * half));
+            DTRAIN__TRY(dtrain__elements_read(&im->reader, im->files[i ? file : weight->file].path,
+                                              &held[i], false, done, count, block + i * half));
         same = memcmp(block, block + half, (size_t)count) == 0;
     }
     if (same) return DTRAIN_OK;
@@ -23192,7 +23414,7 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 /* Read what a transposed weight has of the columns of a piece, and keep the piece: (row, column)
  * in memory is (column, row) in the file. Rows that the file lacks become zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
-                                               const dtrain__source *source,
+                                               const dtrain__held *held,
                                                const dtrain_state_tensor *tensor)
 {
     const dtrain_piece *piece = &tensor->piece;
@@ -23205,8 +23427,9 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     if (!to) return DTRAIN_ERROR_MEMORY;
     for (int64_t at = column * weight->rows; at < end && result == DTRAIN_OK; at += block) {
         const int64_t count = dtrain__min(end - at, block);
-        result = dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32, at,
-                                       count, im->reader.block);
+        result = dtrain__elements_read(&im->reader, im->files[weight->file].path, held,
+                                       held->tensor.dtype != DTRAIN_DTYPE_F32, at, count,
+                                       im->reader.block);
         for (int64_t i = 0; i < count; i++) {
             const int64_t r = row - piece->first[0], c = column - piece->first[1];
             const int64_t place = r * piece->length[1] + c - piece->offset;
@@ -23252,29 +23475,30 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
     const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, 0};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
         const dtrain__weight *next = weight; /* after weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
         if (next == end) continue;
         weight = next;
         if (!weight->stored || !tensor->piece.count) continue;
-        dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
-        source.piece = dtrain__piece_whole(tensor->shape);
-        source.piece.length[0] = weight->rows;
-        source.piece.count = dtrain__box_count(&source.piece);
+        dtrain__held held = dtrain__import_held(im, weight->file, weight->stored);
+        dtrain_piece *const whole = &held.tensor.piece;
+        *whole = dtrain__piece_whole(tensor->shape);
+        whole->length[0] = weight->rows;
+        whole->count = dtrain__box_count(whole);
         if (weight->transpose) {
-            DTRAIN__TRY(dtrain__import_transposed(im, weight, &source, tensor));
+            DTRAIN__TRY(dtrain__import_transposed(im, weight, &held, tensor));
             continue;
         }
-        const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
+        const int64_t stored = dtrain__piece_place(&tensor->piece, whole, weight->total);
         if (stored < tensor->piece.count) memset(im->reader.block, 0, DTRAIN__BLOCK);
         for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
             count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
             DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + at,
                                            im->reader.block, (size_t)count * sizeof(float)));
         }
-        DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
+        DTRAIN__TRY(
+            dtrain__piece_read(&im->reader, im->files[weight->file].path, &held, tensor, 0));
     }
     return DTRAIN_OK;
 }
@@ -23548,20 +23772,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
  * the checksum of all bytes before its comma. A text with a correct seal is still checked like any
  * input.
  *
- * What the files hold is said in their headers (state/safetensors.c) and nowhere else; "headers"
- * has the checksums of the headers of all ranks, model-00000, state-00000, model-00001 and so on.
- * In the metadata of its file, a piece is described by a text:
- *
- *     "piece:exp_avg.wte[0:16384]": "1 0 256 128 0 0 0 0 0 0 256 128 0 0 0 16384 8a9136aa wte"
- *
- * These are: kind of the tensor, 1 if every rank has its own, 4 numbers of the tensor's shape, the
- * piece (first index of its box on each of 4 axes, 4 lengths, first element and length of its run),
- * the checksum of each block of DTRAIN__BLOCK bytes, the name of the tensor. */
+ * The headers of the files say what the files hold (state/pieces.c). "headers" has the checksums of
+ * the headers of all ranks: model-00000, state-00000, model-00001 and so on. */
 
 #define DTRAIN__MANIFEST_VERSION 3
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
-#define DTRAIN__HEX "0123456789abcdef"
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
@@ -23697,129 +23913,9 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
     const dtrain_allocator *allocator = m->folder->allocator;
     for (size_t f = 0; f < m->file_count; f++) dtrain__safetensors_free(&m->files[f]);
     dtrain__free(allocator, m->files, m->file_count, sizeof *m->files);
-    dtrain__free(allocator, m->tensors, m->piece_count, sizeof *m->tensors);
     dtrain__free(allocator, m->pieces, m->piece_room, sizeof *m->pieces);
     dtrain__free(allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
-}
-
-/* ---- Headers ----------------------------------------------------------------------------------*/
-
-/* Return the path of a rank's file: values (0) or all else (1). */
-DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
-                                                       int64_t rank)
-{
-    return dtrain__path_in(checkpoint, "%s-%05d.safetensors", which ? "state" : "model", (int)rank);
-}
-
-/* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
-static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
-{
-    const dtrain_allocator *allocator = m->folder->allocator;
-    const dtrain__tensor_file *file = &m->files[f];
-    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1, before = m->piece_count;
-    const char *value;
-    for (const char *key = file->metadata; key < file->metadata_end;
-         key = value + strlen(value) + 1) {
-        dtrain__held held;
-        dtrain_state_tensor *tensor = &held.tensor;
-        int64_t numbers[16] = {0}; /* kind, own, shape, piece */
-        bool fits = true;
-        value = key + strlen(key) + 1;
-        if (strncmp(key, DTRAIN__PIECE_KEY, prefix) != 0) continue;
-        dtrain__stored *stored = dtrain__safetensors_find(file, key + prefix);
-        dtrain__json json = dtrain__json_begin(path, value, strlen(value));
-        json.inside = key;
-        if (!stored || stored->user)
-            dtrain__json_fail(&json, "there is no such tensor, or it is described twice");
-        for (int i = 0; i < 16; i++) (void)dtrain__json_count(&json, &numbers[i]);
-        if (json.result != DTRAIN_OK || !stored) return json.result;
-        stored->user = m;
-        memset(&held, 0, sizeof held);
-        held.rank = (int64_t)(f / 2);
-        held.at = (int64_t)(file->data + stored->begin);
-        tensor->kind = (uint32_t)numbers[0];
-        tensor->own = numbers[1] != 0;
-        tensor->dtype = stored->dtype;
-        memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
-        memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
-        tensor->total = 1;
-        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
-            fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
-            if (fits) tensor->total *= tensor->shape[d];
-        }
-        if (!fits || numbers[0] >= DTRAIN_STATE_KINDS || stored->dtype > DTRAIN_STATE_BYTES ||
-            (numbers[0] == DTRAIN_STATE_VALUE) != (f % 2 == 0) ||
-            !dtrain__piece_fits(&tensor->piece, tensor->shape))
-            return dtrain__json_fail(&json, "this piece cannot be"), json.result;
-        const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
-        const size_t digits = dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
-        held.crc = json.at + 1;
-        if (bytes != stored->end - stored->begin || *json.at != ' ' ||
-            strspn(held.crc, DTRAIN__HEX) != digits || held.crc[digits] != ' ' ||
-            !held.crc[digits + 1]) {
-            dtrain__json_fail(&json, "expected %zu digits of checksums and a name, of %llu bytes",
-                              digits, (unsigned long long)bytes);
-            return json.result;
-        }
-        tensor->name = held.crc + digits + 1;
-        if (!dtrain__grow(allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
-                          sizeof *m->pieces, "the pieces of a checkpoint"))
-            return DTRAIN_ERROR_MEMORY;
-        m->pieces[m->piece_count++] = held;
-    }
-    if (m->piece_count - before == file->count) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s describes %zu of its %zu tensors", path,
-                       m->piece_count - before, file->count);
-}
-
-/* Read the headers of all files, or of those with values, and list what they hold: pieces by
- * tensor, rank of own ones and place; tensors by kind and name. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only)
-{
-    const dtrain_allocator *allocator = m->folder->allocator;
-    const size_t count = 2 * (size_t)m->ranks;
-    m->files = (dtrain__tensor_file *)dtrain__alloc(allocator, count, sizeof *m->files,
-                                                    "the headers of a checkpoint");
-    if (!m->files) return DTRAIN_ERROR_MEMORY;
-    m->file_count = count;
-    for (size_t f = 0; f < count; f += values_only ? 2 : 1) {
-        const dtrain__file_path path = dtrain__tensors_path(m->directory, f % 2, (int64_t)(f / 2));
-        DTRAIN__TRY(dtrain__safetensors_read(m->folder->storage, path.text,
-                                             m->headers + DTRAIN__CRC_DIGITS * f, allocator,
-                                             &m->files[f]));
-        DTRAIN__TRY(dtrain__pieces_list(m, path.text, f));
-    }
-    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(allocator, m->piece_count,
-                                                       sizeof *m->tensors, "names of tensors");
-    if (!m->tensors) return DTRAIN_ERROR_MEMORY;
-    if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__held_order);
-    for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
-        dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
-        saved->pieces = &m->pieces[i];
-        DTRAIN__TRY(dtrain__entries_count(m->directory, DTRAIN_ERROR_DATA, saved->pieces,
-                                          m->piece_count - i, &saved->count));
-        DTRAIN__TRY(dtrain__pieces_check(m->directory, saved->pieces, saved->count));
-    }
-    return DTRAIN_OK;
-}
-
-static int dtrain__by_kind_and_name(const void *left, const void *right)
-{
-    return dtrain__tensor_order(((const dtrain__saved_tensor *)left)->pieces,
-                                ((const dtrain__saved_tensor *)right)->pieces);
-}
-
-/* Find a tensor; NULL: there is none. */
-DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *m,
-                                                                  uint32_t kind, const char *name)
-{
-    dtrain__held held;
-    const dtrain__saved_tensor key = {&held, 1};
-    held.tensor.kind = kind;
-    held.tensor.name = name;
-    return (const dtrain__saved_tensor *)bsearch(&key, m->tensors, m->tensor_count, sizeof key,
-                                                 dtrain__by_kind_and_name);
 }
 
 /* ==== src/state/safetensors.c ================================================================= */
@@ -24461,33 +24557,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* ==== src/strategy/samples_internal.h ========================================================= */
 
-/* The weights of losses, which tape and trainer give to a strategy: strategy/samples.c */
+/* The weights of losses, which tape and trainer give to a strategy (strategy/samples.c) */
 
-/* The samples that a loss is a mean over, as the tape counts them. */
+/* The samples that a loss averages over, as the tape counts them. */
 typedef struct dtrain__samples {
-    int64_t terms;             /* ignored ones included; 0: nothing is counted */
-    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
-    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
+    int64_t terms;             /* terms of the mean, ignored ones included; 0: not counted */
+    const float *valid;        /* (2) 1 / n and n, the number of valid terms; NULL: all are */
+    const float *device_valid; /* `valid` in device memory, for a pass that is replayed; or NULL */
 } dtrain__samples;
 
-/* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
+/* True if the terms of a loss must be weighed, in a pass with or without gradients. */
 DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
-/* Compute the factor of the second of two means that sum `number` of a loss adds, so that each is
- * averaged over its own samples (samples.c). Collective over the data axis. */
+/* Compute the factor of the second mean of sum `number` of a loss, so that each mean is averaged
+ * over its own samples (samples.c). Collective over the data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
                                                   const dtrain__samples *x,
                                                   const dtrain__samples *y, float *factor);
-/* End a loss that has had `sums` sums on this rank. While ranks do not know yet how many sums a
- * loss has, take part in further sums of other ranks, without samples. A rank that `joins` has no
+/* End a loss that has had `sums` sums on this rank. While ranks do not know how many sums a loss
+ * has, take part in the further sums of other ranks, without samples. A rank that `joins` has no
  * batch and takes part in all sums. Collective over the data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32_t sums,
                                                bool joins);
-/* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
+/* Note that an evaluation begins or ends. Its passes have no gradients, but their loss is one
+ * mean. */
 DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
-/* Note that a tape runs the backwards: joining ranks then agree on a full batch. */
+/* Note that a tape runs the backwards: ranks that join then agree on a full batch too. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
-/* Note that an operation computes over the batches of several ranks: either all join, or none. */
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms);
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
@@ -24498,8 +24593,8 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
  * last micro-batch has none. */
 DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
 /* Weigh a micro-batch of a pipeline (samples NULL: without data). Called in the order of
- * micro-batches, before finish, which takes the weight of the last one (more false). *weight is the
- * one that the loss has set, and becomes the weight of the samples where they are counted. */
+ * micro-batches, before finish; finish counts the last micro-batch (more false). *weight comes from
+ * the loss, and becomes the weight of the samples if they are counted. */
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight);
 
@@ -24510,7 +24605,7 @@ static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
-            strategy->notes.several);
+            strategy->notes.pipelined);
 }
 
 /* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
@@ -24569,11 +24664,6 @@ DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain
     if (!more) return; /* finish counts the last one */
     strategy->weights += strategy->notes.weight;
     strategy->passes++;
-}
-
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
-{
-    strategy->batch_comm = comm->number;
 }
 
 /* ---- Losses of several terms
@@ -25043,7 +25133,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     dtrain__weave weave;
     int chunks;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
+    DTRAIN__GIVEN(call, out);
     *out = NULL;
     DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, &chunks));
     if (ranks < 1 || micro_batches < 1 || ranks > limit || micro_batches > limit ||
@@ -25633,10 +25723,10 @@ DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dt
 /* Add values (count) up over the axis, in place. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *values, int64_t count,
                                                  uint32_t dtype, dtrain_work **work);
-/* Put the parts of all ranks together: whole (rows, n). */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
-                                                  void *whole, int64_t rows, int64_t n,
-                                                  uint32_t dtype, dtrain_work **work);
+/* Put the parts of all ranks together: whole (rows, n), its rows cut by `cut`; NULL: evenly. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const dtrain_cut *cut,
+                                                  const void *part, void *whole, int64_t rows,
+                                                  int64_t n, uint32_t dtype, dtrain_work **work);
 /* Add whole (rows, n) up over the axis, and keep this rank's rows in part, which may be the place
  * of those rows in whole. */
 DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const void *whole,
@@ -27228,7 +27318,7 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     }
     if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
         DTRAIN__TRY(
-            dtrain__gather_rows(op, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
+            dtrain__gather_rows(op, NULL, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
         gemm.a = all->memory;
     }
     if (layer->cut != DTRAIN_CUT_COLUMNS) {
@@ -27335,7 +27425,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, dtrain_gemm_args *weig
         all = dtrain__scratch_take(op->tape, forward->m * forward->k, forward->a_dtype);
         if (!all) return op->tape->error;
         rows = all->memory;
-        DTRAIN__TRY(dtrain__gather_rows(op, forward->a, all->memory, forward->m, forward->k,
+        DTRAIN__TRY(dtrain__gather_rows(op, NULL, forward->a, all->memory, forward->m, forward->k,
                                         forward->a_dtype, &gathering));
     }
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add), *sum = d_x;
@@ -27407,7 +27497,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     if (layer->scatters) {
         all = dtrain__scratch_take(op->tape, forward->m * forward->n, forward->c_dtype);
         if (!all) return op->tape->error;
-        DTRAIN__TRY(dtrain__gather_rows(op, d_z, all->memory, forward->m, forward->n,
+        DTRAIN__TRY(dtrain__gather_rows(op, NULL, d_z, all->memory, forward->m, forward->n,
                                         forward->c_dtype, NULL));
         d_z = all->memory;
     }
@@ -27717,7 +27807,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
             dtrain__chunk *all =
                 dtrain__scratch_take(op->tape, args.rows * args.n, DTRAIN_DTYPE_F32);
             if (!all) return op->tape->error;
-            DTRAIN__TRY(dtrain__gather_rows(op, op->outputs[0]->grad, all->memory, args.rows,
+            DTRAIN__TRY(dtrain__gather_rows(op, NULL, op->outputs[0]->grad, all->memory, args.rows,
                                             args.n, DTRAIN_DTYPE_F32, NULL));
             args.d_y = all->memory;
             args.d_wte = grad[0];
@@ -28404,29 +28494,17 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
 
 /* Moves along the tensor axis, and conversions between placements
  *
- * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
- * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and no
- * collective is left under way.
+ * Rows lie one after the other in memory. Where the ranks divide the rows evenly, one collective
+ * moves them; otherwise each run of each rank moves by itself, in rank order, and finishes before
+ * the call returns.
  *
- * There are two conversions, each the other's backward:
+ *     gather    columns or rows -> whole    each rank gets all parts
+ *     slice     whole -> columns or rows    each rank keeps its part, nothing is sent
  *
- *     gather    columns or rows -> whole    all gather
- *     slice     whole -> columns or rows    a rank keeps its own
- *
- * Columns become rows, and rows columns, by both. The gradient of what is whole is whole on every
- * rank, and nothing is added up: the sums are in the operations that make them (tape/linear.c).
- *
- * Columns are not one piece. A block is what one rank has, (rows, its columns); blocks become rows
- * of all columns by way of their transpose, where the columns of each run are one piece:
- *
- *     block of rank 0   a a          T  a a a      <- column 0 of all rows
- *     (3 rows)          a a             a a a
- *                       a a             b b b                 rows   a a b
- *     of rank 1         b                                 =>         a a b
- *                       b                                            a a b
- *                       b
- *
- * Blocks of different sizes travel in slots of the largest. */
+ * Each is the backward of the other. Columns become rows, and rows columns, by both. Columns are
+ * the rows of the transpose: they are transposed, moved as rows and transposed back. The gradient
+ * of a whole tensor is whole on every rank; the operations that make it take the sums
+ * (tape/linear.c). */
 
 /* ---- Sums, and rows ---------------------------------------------------------------------------*/
 
@@ -28451,8 +28529,8 @@ DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dt
     return dtrain__cut_part(op, &cut, width, op->tape->groups.tensor_rank);
 }
 
-/* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
- * overlap. The bits are the same. */
+/* Leave a collective to the caller; without `work`, or if the strategy wants no overlap, wait for
+ * it. The bits are the same. */
 static dtrain_result dtrain__move_started(const dtrain_op *op, dtrain_work *started,
                                           dtrain_work **work)
 {
@@ -28475,28 +28553,38 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *valu
     return dtrain__move_started(op, started, work);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
-                                                  void *whole, int64_t rows, int64_t n,
-                                                  uint32_t dtype, dtrain_work **work)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const dtrain_cut *cut,
+                                                  const void *part, void *whole, int64_t rows,
+                                                  int64_t n, uint32_t dtype, dtrain_work **work)
 {
     const dtrain__groups *groups = &op->tape->groups;
-    dtrain_comm *comm = groups->tensor;
     const int ranks = groups->tensor_ranks;
     const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    const char *from = (const char *)part;
     dtrain_work *started = NULL;
-    if (comm && rows % ranks == 0)
-        DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
+    bool even = true;
+    for (int r = 0; r < ranks; r++) {
+        const dtrain__share of = dtrain__cut_part(op, cut, rows, r);
+        even = even && of.runs == 1 && of.count * ranks == rows;
+    }
+    if (groups->tensor && even)
+        DTRAIN__TRY(dtrain_all_gather(groups->tensor, part, whole, (size_t)(rows / ranks * n),
                                       (dtrain_dtype)dtype, &started));
-    for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__cut_part(op, NULL, rows, r);
-        char *place = (char *)whole + (size_t)of.first[0] * row;
-        if (r == groups->tensor_rank)
-            DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
-                                              DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain_broadcast(comm, place, (size_t)(of.count * n), (dtrain_dtype)dtype, r,
-                                     &started));
-        DTRAIN__TRY(dtrain_work_wait(started));
-        started = NULL;
+    for (int r = 0; groups->tensor && !even && r < ranks; r++) {
+        const dtrain__share of = dtrain__cut_part(op, cut, rows, r);
+        for (uint32_t i = 0; i < of.runs; i++) {
+            const size_t bytes = (size_t)of.length[i] * row;
+            char *place = (char *)whole + (size_t)of.first[i] * row;
+            if (r == groups->tensor_rank) {
+                DTRAIN__TRY(op->device->ops->copy(op->device, place, from, bytes,
+                                                  DTRAIN_COPY_DEVICE_TO_DEVICE));
+                from += bytes;
+            }
+            DTRAIN__TRY(dtrain_broadcast(groups->tensor, place, (size_t)(of.length[i] * n),
+                                         (dtrain_dtype)dtype, r, &started));
+            DTRAIN__TRY(dtrain_work_wait(started));
+            started = NULL;
+        }
     }
     return dtrain__move_started(op, started, work);
 }
@@ -28523,105 +28611,61 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const vo
     return dtrain__move_started(op, started, work);
 }
 
-/* ---- Columns ----------------------------------------------------------------------------------*/
+/* ---- The operation ----------------------------------------------------------------------------*/
 
 typedef struct dtrain__place {
     uint32_t to;           /* dtrain_placement */
-    bool gathers;          /* y is whole; false: x is */
-    bool by_columns;       /* the other one is cut by columns; false: by rows */
+    bool gathers;          /* y is whole; false: x is whole */
+    bool by_columns;       /* the other tensor is cut by columns; false: by rows */
     int64_t rows, columns; /* of the whole */
-    int64_t slot;          /* elements of the largest block */
-    dtrain_cut cut;        /* of the columns */
+    dtrain_cut cut;        /* of the rows or columns */
 } dtrain__place;
 
-/* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
-static dtrain_result dtrain__turn(const dtrain_op *op, const char *x, int64_t rows, int64_t n,
-                                  int64_t stride, char *y)
+/* Transpose x (rows, n) to y (n, rows). */
+static dtrain_result dtrain__turn(const dtrain_op *op, const void *x, int64_t rows, int64_t n,
+                                  void *y)
 {
     dtrain_permute_args args;
     memset(&args, 0, sizeof args);
     args.shape[0] = args.shape[1] = 1;
     args.shape[2] = n, args.step[2] = 1;
-    args.shape[3] = rows, args.step[3] = stride;
+    args.shape[3] = rows, args.step[3] = n;
     args.x = x;
     args.y = y;
     args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
     return op->device->ops->permute(op->device, &args);
 }
 
-static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, char *whole,
-                                            char *scratch)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__groups *groups = &op->tape->groups;
-    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
-    const int64_t rows = place->rows;
-    const int64_t count =
-        rows * dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank).count;
-    char *const blocks = scratch + slot * element;
-    char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
-    dtrain_work *work = NULL;
-    if (count < place->slot) {
-        DTRAIN__TRY(op->device->ops->copy(op->device, scratch, x, (size_t)count * element,
-                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
-        x = scratch;
-    }
-    DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        const dtrain__share part = dtrain__cut_part(op, &place->cut, place->columns, r);
-        const char *run = blocks + (size_t)r * slot * element;
-        for (uint32_t i = 0; i < part.runs; i++) {
-            DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
-                                     turned + (size_t)(part.first[i] * rows) * element));
-            run += (size_t)part.length[i] * element;
-        }
-    }
-    return dtrain__turn(op, turned, place->columns, rows, rows, whole);
-}
-
-static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whole, char *y,
-                                           char *turned)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__share part =
-        dtrain__cut_part(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
-    const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
-    int64_t at = 0;
-    for (uint32_t i = 0; i < part.runs; at += part.length[i++])
-        DTRAIN__TRY(dtrain__turn(op, whole + (size_t)part.first[i] * element, place->rows,
-                                 part.length[i], place->columns,
-                                 turned + (size_t)(at * place->rows) * element));
-    return dtrain__turn(op, turned, part.count, place->rows, place->rows, y);
-}
-
-/* ---- The operation ----------------------------------------------------------------------------*/
-
-/* Convert x to y, either way. Columns borrow a slot, all ranks' slots and the transpose. In a plan
- * nothing is sent. */
+/* Gather or slice x to y. Columns borrow memory for the transposes of x and y. */
 static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__groups *groups = &op->tape->groups;
     const uint32_t dtype = op->inputs[0]->dtype;
-    const size_t row = (size_t)place->columns * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    const int64_t rows = place->by_columns ? place->columns : place->rows;
+    const int64_t n = place->by_columns ? place->rows : place->columns;
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    const dtrain__share part =
+        dtrain__cut_part(op, &place->cut, rows, op->tape->groups.tensor_rank);
+    const int64_t x_rows = gathers ? part.count : rows, y_rows = gathers ? rows : part.count;
+    dtrain__chunk *scratch = NULL;
+    const char *from = (const char *)x;
+    char *to = (char *)y;
     if (place->by_columns) {
-        dtrain__chunk *scratch = dtrain__scratch_take(
-            op->tape, (1 + groups->tensor_ranks) * place->slot + place->rows * place->columns,
-            dtype);
+        scratch = dtrain__scratch_take(op->tape, (rows + part.count) * n, dtype);
         if (!scratch) return op->tape->error;
-        if (groups->tensor)
-            DTRAIN__TRY((gathers ? dtrain__gather_columns : dtrain__slice_columns)(
-                op, (const char *)x, (char *)y, scratch->memory));
-        dtrain__scratch_give(scratch);
-        return DTRAIN_OK;
+        DTRAIN__TRY(dtrain__turn(op, x, n, x_rows, scratch->memory));
+        from = scratch->memory;
+        to = scratch->memory + (size_t)x_rows * row;
     }
-    if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
-    if (!groups->tensor) return DTRAIN_OK;
-    const dtrain__share rows = dtrain__cut_part(op, NULL, place->rows, groups->tensor_rank);
-    return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
-                                 (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
+    char *const moved = to;
+    if (gathers) DTRAIN__TRY(dtrain__gather_rows(op, &place->cut, from, to, rows, n, dtype, NULL));
+    for (uint32_t i = 0; i < part.runs && !gathers; to += (size_t)part.length[i++] * row)
+        DTRAIN__TRY(op->device->ops->copy(op->device, to, from + (size_t)part.first[i] * row,
+                                          (size_t)part.length[i] * row,
+                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
+    if (scratch) DTRAIN__TRY(dtrain__turn(op, moved, y_rows, n, y));
+    dtrain__scratch_give(scratch);
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__place_prepare(dtrain_op *op)
@@ -28647,16 +28691,12 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
                               (long long)length, place->by_columns ? "columns" : "rows",
                               groups->tensor_ranks);
 
-    /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
+    /* columns that an operation has placed without a cut must be cut evenly */
     place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
-    const dtrain__share here =
-        dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank);
+    const dtrain__share here = dtrain__cut_part(op, &place->cut, length, groups->tensor_rank);
     if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
         return dtrain__refuse(op, "the columns of other ranks are not known; convert what input 1 "
                                   "was made of");
-    for (int r = 0; r < groups->tensor_ranks; r++)
-        place->slot = dtrain__max(
-            place->slot, place->rows * dtrain__cut_part(op, &place->cut, place->columns, r).count);
 
     if (place->by_columns) {
         dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,
@@ -28676,7 +28716,7 @@ static dtrain_result dtrain__place_forward(dtrain_op *op)
                               op->output_data[0]);
 }
 
-/* Convert the gradient back; where there is one already, beside it, and add. */
+/* Convert the gradient back. A gradient that is there already gets it added from other memory. */
 static dtrain_result dtrain__place_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
@@ -28836,7 +28876,8 @@ static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
     if (parts) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
     if (parts > 1) {
         dtrain_work *work = NULL;
-        if (op->tape->strategy) dtrain__share_batches(op->tape->strategy, layer->desc.comm);
+        if (op->tape->strategy)
+            dtrain__notes_of(op->tape->strategy)->batch_comm = layer->desc.comm->number;
         DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
                                       (void *)(uintptr_t)layer->statistics.all,
                                       (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));
@@ -32370,8 +32411,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     uint32_t joined = 0;
     bool over;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
-    dtrain__notes_of(strategy)->several = micro_batches > 1;  /* other trainers', too */
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));  /* the schedule is one backward */
+    dtrain__notes_of(strategy)->pipelined = micro_batches > 1; /* other trainers', too */
     dtrain__line_begin(trainer, &pass);
     dtrain_result result = dtrain__line_fetch(trainer, trainer->micros);
     if (result == DTRAIN_OK && !(line->agreed && trainer->micros->joined))
@@ -36435,7 +36476,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 /* device/cpu/launch.c */
 DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
                                                  const void *args, int64_t total, int64_t unit,
-                                                 int64_t elements, dtrain_dtype dtype);
+                                                 int64_t slot, int64_t elements,
+                                                 dtrain_dtype dtype);
+/* A launcher that runs the kernel of the same name on [0, total), after a check. */
+#define DTRAIN__LAUNCH(op, check, total, unit, slot, elements, dtype)                         \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device,                     \
+                                                   const dtrain_##op##_args *args)            \
+    {                                                                                         \
+        DTRAIN__TRY(check);                                                                   \
+        return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->op, args, total, unit, \
+                                  slot, elements, dtype);                                     \
+    }
 DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
                                                   const void *args, int64_t count,
                                                   dtrain_dtype dtype);
@@ -36536,27 +36587,8 @@ DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_KERNEL)
 DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void)
 {
 #define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "plan",
-        false,
-        dtrain__plan_create,
-        dtrain__plan_destroy,
-        NULL,
-        dtrain__cpu_synchronize,
-        dtrain__plan_alloc,
-        dtrain__plan_free,
-        dtrain__plan_copy,
-        dtrain__plan_zero,
-        dtrain__plan_host_alloc,
-        dtrain__plan_free,
-        NULL,
-        NULL,
-        dtrain__cpu_copy_async,
-        DTRAIN__NO_STREAMS,
-        dtrain__plan_is_device_memory,
-        DTRAIN__NO_GRAPHS,
-        DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY, DTRAIN__PLAN_ENTRY)};
+    static const dtrain_device_ops ops = DTRAIN__HOST_TABLE(
+        plan, false, NULL, dtrain__plan_free, dtrain__plan_is_device_memory, DTRAIN__PLAN_ENTRY);
 #undef DTRAIN__PLAN_ENTRY
     return &ops;
 }
@@ -36772,25 +36804,8 @@ DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)
 DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "cpu",
-        true,
-        dtrain__cpu_create,
-        dtrain__cpu_destroy,
-        dtrain__cpu_query,
-        dtrain__cpu_synchronize,
-        dtrain__cpu_alloc,
-        dtrain__cpu_free,
-        dtrain__cpu_copy,
-        dtrain__cpu_zero,
-        dtrain__cpu_host_alloc,
-        dtrain__cpu_host_free,
-        NULL,
-        NULL,
-        dtrain__cpu_copy_async,
-        DTRAIN__NO_ORDER,
-        DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY, DTRAIN__CPU_ENTRY)};
+    static const dtrain_device_ops ops = DTRAIN__HOST_TABLE(
+        cpu, true, dtrain__cpu_query, dtrain__cpu_host_free, NULL, DTRAIN__CPU_ENTRY);
 #undef DTRAIN__CPU_ENTRY
     return &ops;
 }
@@ -36842,13 +36857,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 
 /* Launchers of kernels that every program has: element-wise ones, sums, optimizers */
 
-/* Run a kernel that needs no scratch on [0, total), cut at multiples of `unit`. */
+/* Run a kernel on [0, total), cut at multiples of `unit`, with `slot` floats of scratch for each
+ * thread. */
 DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
                                                  const void *args, int64_t total, int64_t unit,
-                                                 int64_t elements, dtrain_dtype dtype)
+                                                 int64_t slot, int64_t elements, dtrain_dtype dtype)
 {
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     dtrain__job job = dtrain__job_make(args, total, unit, dtype);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, elements);
+    job.slot = dtrain__multiple(slot, DTRAIN__LINE);
+    if (slot) DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, range, elements);
 }
 
 /* Run a kernel on each element by itself: cut where neither a cache line nor a vector of random
@@ -36857,7 +36876,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain_
                                                   const void *args, int64_t count,
                                                   dtrain_dtype dtype)
 {
-    return dtrain__run_kernel(device, range, args, count, 2 * DTRAIN__LINE, count, dtype);
+    return dtrain__run_kernel(device, range, args, count, 2 * DTRAIN__LINE, 0, count, dtype);
 }
 
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device)
@@ -37000,12 +37019,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
-                                                  const dtrain_convert_args *args)
-{
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->convert, args, args->count,
-                               dtrain__larger(args->x_dtype, args->y_dtype));
-}
+DTRAIN__LAUNCH(convert, DTRAIN_OK, args->count, 2 * DTRAIN__LINE, 0, args->count,
+               dtrain__larger(args->x_dtype, args->y_dtype))
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 
@@ -37063,7 +37078,7 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
         all.rows = 1;
     }
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
-                              DTRAIN__LINE, args->rows * args->n, args->dtype);
+                              DTRAIN__LINE, 0, args->rows * args->n, args->dtype);
 }
 
 /* Set sums (n) to the column sums of x (rows, n), or add them. */
@@ -37183,7 +37198,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtra
     after.bias = args->bias;
     after.aux = args->aux;
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
-                              args->rows * args->n, args->dtype);
+                              0, args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
@@ -37209,38 +37224,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtra
 
 /* Launchers of the kernels of layers */
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
-                                                    const dtrain_layernorm_args *args)
+static dtrain_result dtrain__check_layernorm(const dtrain_layernorm_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job =
-        dtrain__job_make(args, args->rows, 1, dtrain__larger(args->x_dtype, args->y_dtype));
-    if (!args->residual != !args->sum)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "layernorm: residual and sum are given together or not at all");
-    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
+    if (!args->residual == !args->sum) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "layernorm: residual and sum are given together or not at all");
+}
+DTRAIN__LAUNCH(layernorm, dtrain__check_layernorm(args), args->rows, 1, args->n,
+               args->rows * args->n, dtrain__larger(args->x_dtype, args->y_dtype))
+
+/* Run a kernel over chunks of rows, with 2 n floats of scratch for each chunk. Chunks follow from
+ * the shape, never from the number of threads. */
+static dtrain_result dtrain__over_chunks(dtrain__cpu *cpu, dtrain__range_fn range, const void *args,
+                                         int64_t rows, int64_t n, int64_t chunk, dtrain_dtype dtype,
+                                         dtrain__job *job)
+{
+    const int64_t count = (rows + chunk - 1) / chunk;
+    *job = dtrain__job_make(args, count, 1, dtype);
+    job->chunk = chunk;
+    job->chunk_count = count;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, count * 2 * n, &job->scratch));
+    return dtrain__job_run(cpu, job, range, rows * n);
 }
 
-/* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
+/* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: adding them up stays cheap. */
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
-    const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
-    dtrain__job job =
-        dtrain__job_make(args, chunk_count, 1, dtrain__larger(args->x_dtype, args->y_dtype));
+    dtrain__job job;
     if (args->d_residual && !args->d_x)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
-    job.chunk = chunk;
-    job.chunk_count = chunk_count;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * args->n, &job.scratch));
-    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n));
+    DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->layernorm_backward, args, args->rows,
+                                    args->n, chunk, dtrain__larger(args->x_dtype, args->y_dtype),
+                                    &job));
     job.total = args->n;
     job.unit = DTRAIN__LINE;
-    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
+    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params,
+                           job.chunk_count * 2 * args->n);
 }
 
 static dtrain_result dtrain__check_tokens(const dtrain_embedding_args *args)
@@ -37264,21 +37286,10 @@ static dtrain_result dtrain__check_targets(const dtrain_cross_entropy_args *args
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
-                                                    const dtrain_embedding_args *args)
-{
-    DTRAIN__TRY(dtrain__check_tokens(args));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding, args, args->rows, 1,
-                              args->rows * args->n, args->dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
-{
-    DTRAIN__TRY(dtrain__check_tokens(args));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding_backward, args,
-                              args->n, DTRAIN__LINE, args->rows * args->n, args->dtype);
-}
+DTRAIN__LAUNCH(embedding, dtrain__check_tokens(args), args->rows, 1, 0, args->rows * args->n,
+               args->dtype)
+DTRAIN__LAUNCH(embedding_backward, dtrain__check_tokens(args), args->n, DTRAIN__LINE, 0,
+               args->rows * args->n, args->dtype)
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
 static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool backward)
@@ -37343,39 +37354,22 @@ dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_bac
                                     true);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
-    dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
-{
-    DTRAIN__TRY(dtrain__check_targets(args));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
-                              args->rows, 1, args->rows * args->n, args->dtype);
-}
+DTRAIN__LAUNCH(cross_entropy_backward, dtrain__check_targets(args), args->rows, 1, 0,
+               args->rows * args->n, args->dtype)
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
-    dtrain_cross_entropy_backward_args backward;
+    dtrain_cross_entropy_backward_args backward = *args;
     if (args->parts && args->d_logits)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "cross_entropy: d_logits needs the lse of whole rows, which parts do "
                            "not give; call cross_entropy_backward after cross_entropy_finish");
     DTRAIN__TRY(dtrain__check_targets(args));
     DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
-                                   args->rows, 1, args->rows * args->n, args->dtype));
-    if (!args->d_logits) return DTRAIN_OK;
-    memset(&backward, 0, sizeof backward);
-    backward.rows = args->rows;
-    backward.n = args->n;
-    backward.scale = args->scale;
-    backward.logits = args->logits;
-    backward.targets = args->targets;
-    backward.lse = args->lse;
-    backward.lse_rest = args->lse_rest;
-    backward.d_logits = args->d_logits;
-    backward.dtype = args->dtype;
-    backward.classes = args->classes;
-    backward.smoothing = args->smoothing;
-    return dtrain__cpu_cross_entropy_backward(device, &backward);
+                                   args->rows, 1, 0, args->rows * args->n, args->dtype));
+    backward.upstream = NULL;
+    return args->d_logits ? dtrain__cpu_cross_entropy_backward(device, &backward) : DTRAIN_OK;
 }
 
 /* Write the loss and lse of a row, of what was found in it: `sum` is of exp(x - top). */
@@ -37410,88 +37404,54 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_finish(
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,
-                                                  const dtrain_softmax_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return dtrain__job_run(cpu, &job, cpu->kernels->softmax, args->rows * args->n);
-}
+DTRAIN__LAUNCH(softmax, DTRAIN_OK, args->rows, 1, args->n, args->rows * args->n, args->dtype)
+DTRAIN__LAUNCH(softmax_backward, DTRAIN_OK, args->rows, 1, 0, args->rows * args->n, args->dtype)
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax_backward(dtrain_device *device,
-                                                           const dtrain_softmax_backward_args *args)
+static dtrain_result dtrain__check_rotary(const dtrain_rotary_args *args)
 {
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->softmax_backward, args,
-                              args->rows, 1, args->rows * args->n, args->dtype);
+    if (args->d >= 2 && args->d % 2 == 0 && args->rotated <= args->heads && args->sequence >= 1)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "rotary: heads of %lld elements, %lld of %lld turned, sequences of %lld: "
+                       "expected an even size, no more heads than there are, and 1 row or more",
+                       (long long)args->d, (long long)args->rotated, (long long)args->heads,
+                       (long long)args->sequence);
 }
-
-/* A thread takes positions, and has cosine and sine of one. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_rotary(dtrain_device *device,
-                                                 const dtrain_rotary_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t positions = args->sequence < args->rows ? args->sequence : args->rows;
-    dtrain__job job = dtrain__job_make(args, positions, 1, args->dtype);
-    if (args->d < 2 || args->d % 2 || args->rotated > args->heads || args->sequence < 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "rotary: heads of %lld elements, %lld of %lld turned, sequences of "
-                           "%lld: expected an even size, no more heads than there are, and 1 row "
-                           "or more",
-                           (long long)args->d, (long long)args->rotated, (long long)args->heads,
-                           (long long)args->sequence);
-    job.slot = dtrain__multiple(args->d, DTRAIN__LINE);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return dtrain__job_run(cpu, &job, cpu->kernels->rotary, args->rows * args->heads * args->d);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_permute(dtrain_device *device,
-                                                  const dtrain_permute_args *args)
-{
-    const int64_t rows = args->shape[0] * args->shape[1] * args->shape[2];
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->permute, args, rows, 1,
-                              rows * args->shape[3], args->dtype);
-}
+/* A thread takes positions; its scratch holds cosine and sine of one position. */
+DTRAIN__LAUNCH(rotary, dtrain__check_rotary(args), dtrain__min(args->sequence, args->rows), 1,
+               args->d, args->rows * args->heads * args->d, args->dtype)
+DTRAIN__LAUNCH(permute, DTRAIN_OK, args->shape[0] * args->shape[1] * args->shape[2], 1, 0,
+               args->shape[0] * args->shape[1] * args->shape[2] * args->shape[3], args->dtype)
 
 /* Check that the kind is known and that `other` is there exactly if the function has it. */
-static dtrain_result dtrain__check_pointwise(uint32_t kind, const void *other)
+static dtrain_result dtrain__check_pointwise(const dtrain_pointwise_args *args, bool backward)
 {
+    const unsigned kind = args->kind;
+    const void *other = args->other;
     if (kind < DTRAIN_POINTWISE_RELU || kind > DTRAIN_POINTWISE_LOGISTIC_LOSS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "pointwise: kind is %u, which is not a dtrain_pointwise",
-                           (unsigned)kind);
+                           "pointwise: kind is %u, which is not a dtrain_pointwise", kind);
     if ((kind >= DTRAIN_POINTWISE_MULTIPLY) != (other != NULL))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "pointwise: kind %u is a function of %s, found other %s NULL",
-            (unsigned)kind, other ? "one argument" : "two arguments", other ? "not" : "=");
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_pointwise(dtrain_device *device,
-                                                    const dtrain_pointwise_args *args)
-{
-    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
-    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
-    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise, args, args->count,
-                               dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_backward_args *args)
-{
-    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
-    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
-    if (args->d_other && !args->other)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise: kind %u is a function of %s, found other %s NULL", kind,
+                           other ? "one argument" : "two arguments", other ? "not" : "=");
+    if (backward && args->d_other && !other)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "pointwise backward: kind %u has no second argument, expected d_other "
                            "= NULL",
-                           (unsigned)args->kind);
-    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
-                               args->count, dtype);
+                           kind);
+    return DTRAIN_OK;
 }
+
+static dtrain_dtype dtrain__pointwise_dtype(const dtrain_pointwise_args *args)
+{
+    const dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
+    return args->other ? dtrain__larger(dtype, args->other_dtype) : dtype;
+}
+DTRAIN__LAUNCH(pointwise, dtrain__check_pointwise(args, false), args->count, 2 * DTRAIN__LINE, 0,
+               args->count, dtrain__pointwise_dtype(args))
+DTRAIN__LAUNCH(pointwise_backward, dtrain__check_pointwise(args, true), args->count,
+               2 * DTRAIN__LINE, 0, args->count, dtrain__pointwise_dtype(args))
 
 /* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
  * block of four serves neighbours. */
@@ -37516,37 +37476,14 @@ DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, 
     }
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args)
+DTRAIN__LAUNCH(dropout, DTRAIN_OK, args->count, 2 * DTRAIN__LINE, 0, args->count, args->dtype)
+
+/* ---- Batch normalisation: numbers of chunks are put together in double, in order --------------*/
+
+/* Return the rows of a chunk: 4096 elements stay in L1; there are at most 512 chunks. */
+static int64_t dtrain__batchnorm_chunk(int64_t rows, int64_t n)
 {
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
-                               args->dtype);
-}
-
-/* ==== src/device/cpu/launch_batchnorm.c ======================================================= */
-
-/* Launchers of batch normalisation
- *
- * The chunks of rows follow from the shape, never from the number of threads. What they leave is
- * put together in double, in order: these are few numbers. */
-
-#define DTRAIN__BATCHNORM_CHUNK 4096 /* elements: they stay in L1 */
-#define DTRAIN__BATCHNORM_CHUNKS 512 /* at most */
-
-/* Run a kernel over chunks of rows, with 2 n floats of scratch for each. */
-static dtrain_result dtrain__over_chunks(dtrain__cpu *cpu, dtrain__range_fn range, const void *args,
-                                         int64_t rows, int64_t n, dtrain_dtype dtype,
-                                         dtrain__job *job)
-{
-    int64_t chunk = DTRAIN__BATCHNORM_CHUNK / n, most = DTRAIN__BATCHNORM_CHUNKS;
-    if (chunk < 16) chunk = 16;
-    if (rows > chunk * most) chunk = (rows + most - 1) / most;
-    const int64_t chunk_count = (rows + chunk - 1) / chunk;
-    *job = dtrain__job_make(args, chunk_count, 1, dtype);
-    job->chunk = chunk;
-    job->chunk_count = chunk_count;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * n, &job->scratch));
-    return dtrain__job_run(cpu, job, range, rows * n);
+    return dtrain__max(dtrain__max(4096 / n, 16), (rows + 511) / 512);
 }
 
 /* Put two sets of rows together: how many, their mean, the sum of squared deviations from it (Chan,
@@ -37568,7 +37505,7 @@ dtrain__cpu_batchnorm_moments(dtrain_device *device, const dtrain_batchnorm_mome
     const int64_t n = args->n;
     dtrain__job job;
     DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_moments, args, args->rows, n,
-                                    args->dtype, &job));
+                                    dtrain__batchnorm_chunk(args->rows, n), args->dtype, &job));
     args->part[0] = (float)args->rows;
     for (int64_t i = 0; i < n; i++) {
         const float *found = job.scratch + i;
@@ -37616,20 +37553,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_statistics(
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm(dtrain_device *device,
-                                                    const dtrain_batchnorm_args *args)
-{
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->batchnorm, args, args->rows, 1,
-                              args->rows * args->n, args->dtype);
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
                                                          const dtrain_batchnorm_sums_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     dtrain__job job;
     DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_sums, args, args->rows, args->n,
-                                    args->dtype, &job));
+                                    dtrain__batchnorm_chunk(args->rows, args->n), args->dtype,
+                                    &job));
     for (int64_t i = 0; i < 2 * args->n; i++) {
         double sum = 0;
         for (int64_t c = 0; c < job.chunk_count; c++)
@@ -37639,12 +37570,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_backward_args *args)
-{
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->batchnorm_backward, args,
-                              args->rows, 1, args->rows * args->n, args->dtype);
-}
+DTRAIN__LAUNCH(batchnorm, DTRAIN_OK, args->rows, 1, 0, args->rows * args->n, args->dtype)
+DTRAIN__LAUNCH(batchnorm_backward, DTRAIN_OK, args->rows, 1, 0, args->rows * args->n, args->dtype)
 
 /* ==== src/device/cpu/launch_convolution.c ===================================================== */
 
@@ -38076,25 +38003,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d(dtrain_device *device,
-                                                 const dtrain_pool2d_args *args)
-{
-    const dtrain_windows2d *w = &args->windows;
-    DTRAIN__TRY(dtrain__check_windows("pool2d", w, args->dtype));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d, args,
-                              w->batch * w->out_height, 1,
-                              w->batch * w->height * w->width * w->channels, args->dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
-                                                          const dtrain_pool2d_backward_args *args)
-{
-    const dtrain_windows2d *w = &args->windows;
-    DTRAIN__TRY(dtrain__check_windows("pool2d_backward", w, args->dtype));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->pool2d_backward, args,
-                              w->batch * w->height, 1,
-                              w->batch * w->height * w->width * w->channels, args->dtype);
-}
+DTRAIN__LAUNCH(pool2d, dtrain__check_windows("pool2d", &args->windows, args->dtype),
+               args->windows.batch * args->windows.out_height, 1, 0,
+               args->windows.batch * args->windows.height * args->windows.width *
+                   args->windows.channels,
+               args->dtype)
+DTRAIN__LAUNCH(pool2d_backward,
+               dtrain__check_windows("pool2d_backward", &args->windows, args->dtype),
+               args->windows.batch * args->windows.height, 1, 0,
+               args->windows.batch * args->windows.height * args->windows.width *
+                   args->windows.channels,
+               args->dtype)
 
 /* ==== src/device/cpu/launch_winograd.c ======================================================== */
 
@@ -39077,26 +38996,6 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
     return NULL;
 }
 
-/* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
-    static void name(const dtrain__mix_job *job)                                                \
-    {                                                                                           \
-        for (size_t at = 0; at < job->count; at++) {                                            \
-            U sum, x;                                                                           \
-            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
-            for (int i = 1; i < job->in_count; i++) {                                           \
-                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
-                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
-                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
-                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
-            }                                                                                   \
-            for (int i = 0; i < job->out_count; i++)                                            \
-                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
-        }                                                                                       \
-    }
-DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
-DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
-
 /* Read the bits, so that -ffast-math cannot remove the test. */
 static bool dtrain__is_nan(double x)
 {
@@ -39105,25 +39004,31 @@ static bool dtrain__is_nan(double x)
     return (bits & INT64_MAX) > 0x7ff0000000000000u;
 }
 
-/* As kernels/mix.h, one element at a time. */
-static void dtrain__mix_f64(const dtrain__mix_job *job)
-{
-    const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
-    for (size_t at = 0; at < job->count; at++) {
-        double sum, x; /* buffers need no alignment */
-        memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);
-        for (int i = 1; i < job->in_count; i++) {
-            memcpy(&x, job->in[i] + at * sizeof x, sizeof x);
-            if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x;
-            else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;
-            else if (dtrain__is_nan(sum)) continue;
-            else if (dtrain__is_nan(x) || (job->op == DTRAIN_REDUCE_MIN ? x < sum : sum < x))
-                sum = x;
-        }
-        x = sum * scale;
-        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * sizeof x, &x, sizeof x);
+/* As kernels/mix.h, one element at a time; buffers need no alignment. Integers add as unsigned U,
+ * which wrap, and compare as signed S. */
+#define DTRAIN__MIX(name, U, S)                                                              \
+    static void name(const dtrain__mix_job *job)                                             \
+    {                                                                                        \
+        for (size_t at = 0; at < job->count; at++) {                                         \
+            U sum, x;                                                                        \
+            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                          \
+            for (int i = 1; i < job->in_count; i++) {                                        \
+                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                            \
+                if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x; \
+                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                            \
+                else if (!dtrain__is_nan((double)sum) &&                                     \
+                         (dtrain__is_nan((double)x) ||                                       \
+                          (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)sum < (S)x)))   \
+                    sum = x;                                                                 \
+            }                                                                                \
+            if (job->op == DTRAIN_REDUCE_MEAN) sum *= (U)(1.0 / job->in_count);              \
+            for (int i = 0; i < job->out_count; i++)                                         \
+                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                     \
+        }                                                                                    \
     }
-}
+DTRAIN__MIX(dtrain__mix_i32, uint32_t, int32_t)
+DTRAIN__MIX(dtrain__mix_i64, uint64_t, int64_t)
+DTRAIN__MIX(dtrain__mix_f64, double, double)
 
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 {
@@ -40094,11 +39999,15 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
 
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
                                                      DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
-#define DTRAIN__FP32_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
-    {                                                                                    \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
+#define DTRAIN__ISA_OF(name, mr, nr, pair, unit, packing, pitch, kernel, pack_a, pack_b, begin, \
+                       end)                                                                     \
+    {                                                                                           \
+        name, mr, nr, pair, unit, packing, pitch, DTRAIN__K(kernel), DTRAIN__K(pack_a),         \
+            DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), begin, end                                 \
     }
+#define DTRAIN__FP32_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                         \
+    DTRAIN__ISA_OF(DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, kernel, pack_a, \
+                   pack_b, NULL, NULL)
 static const dtrain__isa DTRAIN__K(isa) = DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile,
                                                            pack_a, pack_b);
 
@@ -40257,19 +40166,10 @@ DTRAIN__ON_AMX static void DTRAIN__K(kernel_amx)(int64_t cells, const float *a, 
             c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
 }
 
-static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
-                                               32,
-                                               32,
-                                               2,
-                                               16,
-                                               32,
-                                               0,
-                                               DTRAIN__K(kernel_amx),
-                                               DTRAIN__K(pack_a_amx),
-                                               DTRAIN__K(pack_b_amx),
-                                               &DTRAIN__K(tile_ops),
-                                               DTRAIN__K(amx_begin),
-                                               DTRAIN__K(amx_end)};
+static const dtrain__isa DTRAIN__K(isa_amx) = DTRAIN__ISA_OF("amx_bf16", 32, 32, 2, 16, 32, 0,
+                                                             kernel_amx, pack_a_amx, pack_b_amx,
+                                                             DTRAIN__K(amx_begin),
+                                                             DTRAIN__K(amx_end));
 
 #if DTRAIN__ISA == 3
 /* Return whether the processor has tiles, the system saves them, and this process may use them: it

@@ -1,4 +1,4 @@
-/* mlp.c: a multi-layer perceptron on the tape, with a training loop of its own (no trainer): the
+/* mlp.c: a multi-layer perceptron on the tape, with its own training loop (no trainer): the
  * program writes the forward pass, the tape makes the backward pass and communicates during it.
  *
  *   build:   cc -O2 -I. examples/mlp.c -o mlp -lm -lpthread
@@ -13,9 +13,9 @@
  *     ...
  *     epoch  60  training loss 0.0276  test accuracy  99.0 %
  *
- * Every rank trains on its own part of each batch of 96, dealt as by PyTorch's DistributedSampler.
- * Gradients are averaged, so the result does not depend on the number of ranks that share the work,
- * except for rounding and for the samples that are left over at the end of an epoch. */
+ * Each rank trains on its part of each batch of 96; the loader deals samples as PyTorch's
+ * DistributedSampler does. Gradients are averaged, so the result does not depend on the number of
+ * ranks, except for rounding and for the samples that are left over at the end of an epoch. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -40,7 +40,7 @@ typedef struct task {
     int64_t width, hidden, classes, epochs;
 } task;
 
-/* Draw points of two noisy spirals, one a class, each of one and a half turns. */
+/* Draw points of two noisy spirals of one and a half turns; each spiral is a class. */
 static dtrain_result draw_spirals(void *user, int64_t first, int64_t count, void *items,
                                   int32_t *labels)
 {
@@ -85,8 +85,8 @@ static dtrain_result open_data(dtrain_world *world, const task *d, bool test, dt
     return dtrain_dataset_open(world, &files, out);
 }
 
-/* Create a loader of x (batch, width) and labels (batch): shuffled, an epoch after the other, or in
- * order for the test. */
+/* Create a loader of x (batch, width) and labels (batch). For training it shuffles and repeats the
+ * samples; for the test it reads them in order, once. */
 static dtrain_result open_loader(dtrain_world *world, const task *d, dtrain_dataset *from,
                                  int64_t batch, bool test, dtrain_loader **out)
 {
@@ -94,7 +94,7 @@ static dtrain_result open_loader(dtrain_world *world, const task *d, dtrain_data
         .batch = (uint32_t)batch, .seed = 1, .in_order = test, .drop_last = !test, .dataset = from};
     if (test) desc.sample_limit = DTRAIN_ONE_EPOCH; /* each sample once, then DTRAIN_ERROR_END */
     if (d->folder) {
-        desc.workers = 1; /* which reads the next batch while this one is learned */
+        desc.workers = 1; /* reads the next batch during this step */
         desc.transform = normalise;
         desc.output_bytes = PIXELS * sizeof(float);
     }
@@ -123,8 +123,8 @@ static void declare(dtrain_param params[PARAMS], const task *d)
     }
 }
 
-/* x (rows, width) -> logits (rows, classes). dtrain_tape_unit opens a unit, which strategies that
- * shard parameters gather and release; the others ignore it. */
+/* x (rows, width) -> logits (rows, classes). dtrain_tape_unit opens a unit. Strategies that shard
+ * parameters gather and release it; the others ignore it. */
 static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const task *d, const float *x,
                               int64_t rows)
 {
@@ -140,8 +140,8 @@ static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const task *d, co
 
 /* ---- training ---------------------------------------------------------------------------- */
 
-/* *share = the fraction of all test samples whose largest logit is the label's. Each rank takes its
- * share; labels of -1 fill up the last batch, and do not count. */
+/* Set *share to the fraction of all test samples whose largest logit is that of the label. Each rank
+ * tests its part of the samples. Labels of -1 fill up the last batch and do not count. */
 static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const task *d,
                 dtrain_loader *loader, float *x, int32_t *labels, float *logits, double *share)
 {
@@ -217,7 +217,7 @@ static int train(dtrain_world *world, void *user)
                 tape, forward(tape, params, d, x, batch),
                 dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &batch, labels, false), 0, 0);
             CHECK(dtrain_tensor_read(tape, mean, &loss, NULL));
-            CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces gradients as they are made */
+            CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces each gradient once it is final */
             CHECK(dtrain_strategy_finish(strategy));
             CHECK(dtrain_grad_norm(strategy, NULL, 1, &norm, &clip));
             CHECK(dtrain_optimizer_step(optimizer,

@@ -216,8 +216,9 @@
                       (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error that names it on every other rank; a failed communicator
-                      stays failed. Ranks that wait for each other in different calls learn so at
-                      the deadline; over NCCL they learn only which rank is late.
+                      stays failed. Ranks of one host that wait for each other in different calls
+                      learn so after a second, ranks of several hosts at the deadline; over NCCL
+                      they learn only which rank is late.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
    Exact resume       N steps, save, load, M steps give the bits of N + M steps on as many ranks;

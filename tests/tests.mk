@@ -45,7 +45,7 @@ endif
 ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(addprefix $(BUILD)/emu/,$(GPU) test_emulation test_programs test_tensor_programs test_pipeline)
 HOSTS     += $(BUILD)/emu/flat_array_dtrain
-EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
+EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp offload gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
 endif

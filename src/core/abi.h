@@ -21,9 +21,10 @@
 
 /* clang-format off */
 #define DTRAIN_ABI_LIST(GROWS, FIXED) \
-    GROWS(launch_desc, options, 200) GROWS(join_desc, options, 192) GROWS(launch_info, restart_count, 28) \
-    GROWS(launch_place, restart_count, 20) GROWS(world_info, comm_given, 72) \
-    GROWS(mesh_desc, rank, 32) GROWS(mesh_info, sequence_parallel, 33) \
+    GROWS(launch_desc, options, 200) GROWS(join_desc, options, 192) \
+    GROWS(launch_info, restart_count, 28) GROWS(launch_place, restart_count, 20) \
+    GROWS(world_info, comm_given, 72) GROWS(mesh_desc, rank, 32) \
+    GROWS(mesh_info, sequence_parallel, 33) \
     GROWS(strategy_desc, compression, 136) GROWS(strategy_info, reason, 816) \
     GROWS(compression_desc, hook, 56) GROWS(optimizer_info, scratch_bytes, 32) \
     GROWS(state_desc, comm, 80) GROWS(checkpoint_desc, state, 48) \

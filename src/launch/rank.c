@@ -55,6 +55,36 @@ DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world)
     dtrain__free(&allocator, world, 1, sizeof *world);
 }
 
+/* Create the rank's device, and warn of kernels that were compiled for an older GPU. */
+static dtrain_result dtrain__make_device(const dtrain__launch *launch, dtrain_world *world)
+{
+    const dtrain_world_options *options = &launch->desc.options;
+    dtrain_device_desc device;
+    dtrain_device_info gpu;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join.stream;
+    device.oversubscribed = world->oversubscribed;
+    device.math = options->math;
+    device.tune = options->tune;
+    device.memory_limit = options->memory_limit;
+    device.allocator = options->allocator;
+    DTRAIN__TRY(dtrain_device_create(launch->desc.device_ops, &device, &world->device));
+    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
+        gpu.code_version && gpu.code_version / 10 < gpu.major)
+        dtrain_log(
+            world, DTRAIN_LOG_WARNING,
+            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
+            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+            gpu.code_version, gpu.name, gpu.major, gpu.minor,
+            gpu.code_version < 80
+                ? ", and attention does without tensor cores, several times slower"
+                : "",
+            gpu.major, gpu.minor);
+    return DTRAIN_OK;
+}
+
 /* Make a rank's world. On failure *out may be half a world, for dtrain__world_destroy. */
 DTRAIN__OWN_FRAME
 DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
@@ -62,8 +92,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
 {
     const dtrain_launch_desc *desc = &launch->desc;
     const dtrain_world_options *options = &desc->options;
-    dtrain_device_desc device;
-    dtrain_device_info gpu;
     dtrain_world *world =
         (dtrain_world *)dtrain__alloc(&options->allocator, 1, sizeof *world, "a world");
     *out = world;
@@ -109,15 +137,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
-    memset(&device, 0, sizeof device);
-    device.thread_count = world->threads;
-    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
-    device.stream = launch->join.stream;
-    device.oversubscribed = world->oversubscribed;
-    device.math = options->math;
-    device.tune = options->tune;
-    device.memory_limit = options->memory_limit;
-    device.allocator = options->allocator;
     if (options->trace.path && options->trace.path[0])
 #if DTRAIN__MONITOR
         DTRAIN__TRY(dtrain__trace_create(world, &options->trace));
@@ -126,18 +145,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
                            "dtrain_launch: a trace belongs to monitor, which is not compiled: "
                            "leave out trace, or DTRAIN_OMIT_MONITOR (DTRAIN_CORE)");
 #endif
-    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
-        gpu.code_version && gpu.code_version / 10 < gpu.major)
-        dtrain_log(
-            world, DTRAIN_LOG_WARNING,
-            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
-            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
-            gpu.code_version, gpu.name, gpu.major, gpu.minor,
-            gpu.code_version < 80
-                ? ", and attention does without tensor cores, several times slower"
-                : "",
-            gpu.major, gpu.minor);
+    DTRAIN__TRY(dtrain__make_device(launch, world));
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) world->base_bytes = dtrain__process_bytes();
     return DTRAIN_OK;

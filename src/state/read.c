@@ -7,7 +7,7 @@
  * checked if it has a checksum. A block that the target wants whole goes straight to its place, if
  * the target is host memory: a rank never has more of a tensor in memory than its own pieces and
  * one block. 16-bit elements that become fp32 are read to the upper half of their room and widened
- * from the first one on: a widened element covers only bytes of elements that are widened already. */
+ * from the first one on: a widened element covers only bytes of elements that are widened. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

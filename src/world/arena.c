@@ -34,7 +34,7 @@ DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return memory;
 }
 
-/* Map a control page followed by the arenas of `ranks` ranks (0: no memory is shared). This reserves
+/* Map a control page, then the arenas of `ranks` ranks (0: no memory is shared). This reserves
  * address space, not memory: `given` bytes per rank or, if given is 0, the machine's memory. If
  * that fails (ulimit -v, strict overcommit, valgrind), halve the default size, down to 64 MiB. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
@@ -82,7 +82,7 @@ static dtrain_device *dtrain__charged_device(const dtrain_world *world)
 
 /* Account for an allocation, or fail. Pages are committed when touched, so all allocations together
  * must fit in the memory that was free at the start (or is free now, if that is more), or the
- * kernel would kill a rank later. Small allocations do not ask the system: that takes up to 1 ms. */
+ * kernel would kill a rank later. Small allocations do not ask the system: it takes up to 1 ms. */
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);

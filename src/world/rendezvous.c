@@ -217,7 +217,7 @@ static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     return dtrain__send_whole(socket, &reply, sizeof reply);
 }
 
-/* Close the connection of a stranger, and note the stranger for the sentence about missing ranks. */
+/* Close the connection of a stranger, and note it for the sentence about missing ranks. */
 static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
     struct sockaddr_storage address;
@@ -505,7 +505,7 @@ static void dtrain__join_world(dtrain__rendezvous *r)
 
 /* Connect all ranks of a world that another launcher has started: make this rank's control page,
  * link and connections. Then gather until all ranks have come. Rank 0 has the best sentence, so the
- * other ranks wait two seconds longer. An abort's code and sentence are the result of every rank. */
+ * other ranks wait 2 s longer. An abort's code and sentence are the result of every rank. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     const uint64_t timeout_ns = world->timeout_ns;

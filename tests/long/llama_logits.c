@@ -47,7 +47,7 @@ int main(int argc, char **argv)
     words = argv;
     if (argc != 5) return 2;
     launch.rank_count = (uint32_t)atoi(argv[1]);
-    uint32_t kind = (uint32_t)find("the strategy", argv[2], kinds);
+    uint32_t kind = (uint32_t)find("llama_logits", "the strategy", argv[2], kinds);
     if (dtrain_launch(&launch, write_logits, &kind, &info) == DTRAIN_OK) return 0;
     fprintf(stderr, "llama_logits: %s\n", dtrain_last_error());
     return 1;

@@ -225,6 +225,9 @@ for mpi in openmpi mpich; do
         done
     else skip "$mpi: two hosts" "$(head -n 1 "$tmp/err")"; fi
 
+    start 4 "$out/over_mpi" && grep -q '^4 ranks over mpi$' "$tmp/log" && grep -q '^every weight has the bits of one process$' "$tmp/log"
+    result "$mpi: over_mpi: the bits of one process" $? "$tmp/log"
+
     # train_gpt: the bits of forked ranks.
     gpt="$out/train_gpt --layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 8 --warmup 2 --sample 0 --threads 1
          --eval-batches 2 --timeout 60 --deterministic"

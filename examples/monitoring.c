@@ -1,12 +1,17 @@
-/* prometheus.c: a run that Prometheus watches: metrics with a sink, and a figure that the program adds to each step.
+/* monitoring.c: a run that people and systems watch: Prometheus, TensorBoard, and a figure that the program adds.
  *
- *   build:   cc -O2 -I. examples/prometheus.c -o prometheus -lm -lpthread
- *   run:     ./prometheus [FILE]           FILE is NAME.prom in the directory of node_exporter's textfile collector
+ *   build:   cc -O2 -I. examples/monitoring.c -o monitoring -lm -lpthread
+ *   run:     ./monitoring [FILE] [DIRECTORY]
+ *            FILE is NAME.prom in the directory of node_exporter's textfile collector (run.prom);
+ *            DIRECTORY is for tensorboard --logdir (run.tensorboard)
  *   expect:
- *     300 steps, loss 0.057, perplexity 1.059: run.prom
+ *     300 steps, loss 0.057, perplexity 1.059
+ *     tensorboard: 313 records
+ *     prometheus: 301 records
  *
- * The sink is tools/prometheus.h, which calls public functions only: copy it as a start for a sink to another system.
- * On GPUs tools/nvml.h adds their load, memory and temperature to a record, as `perplexity` is added below. */
+ * TensorBoard and JSON lines are built in (dtrain_metrics_desc). Prometheus is a sink, tools/prometheus.h, which calls
+ * public functions only: copy it as a start for a sink to another system. On GPUs tools/nvml.h adds their load, memory
+ * and temperature to a record, as `perplexity` is added below. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/prometheus.h"
@@ -49,8 +54,10 @@ static dtrain_tensor *loss(dtrain_tape *tape, void *user)
     return dtrain_cross_entropy(tape, x, y, 0, 0);
 }
 
-static int train(dtrain_world *world, void *path)
+/* Every rank runs this function; user is the paths for Prometheus and TensorBoard. */
+static int train(dtrain_world *world, void *user)
 {
+    char *const *paths = user;
     model m = {.params = {{.name = "weight", .shape = {2, 2}}, {.name = "bias", .shape = {2}}},
                .rank = (uint64_t)dtrain_world_rank(world)};
     const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
@@ -61,10 +68,14 @@ static int train(dtrain_world *world, void *path)
     CHECK(dtrain_strategy_create(world, m.params, 2, NULL, &desc.strategy));
     CHECK(dtrain_optimizer_create(world, desc.strategy, &adamw, &desc.optimizer));
     CHECK(dtrain_trainer_create(world, &desc, &trainer));
-    prometheus file = {.path = path};
+    prometheus file = {.path = paths[0]};
     const dtrain_metrics_sink sink = prometheus_sink(&file);
-    const dtrain_metrics_desc report = {
-        .run_name = "prometheus", .trainer = trainer, .sinks = &sink, .sink_count = 1};
+    const dtrain_metrics_desc report = {.run_name = "monitoring",
+                                        .tensorboard_dir = paths[1],
+                                        .histogram_every = 100,
+                                        .trainer = trainer,
+                                        .sinks = &sink,
+                                        .sink_count = 1};
     CHECK(dtrain_metrics_create(world, &report, &metrics));
     dtrain_step_record record;
     for (int step = 0; step < STEPS; step++) {
@@ -73,10 +84,15 @@ static int train(dtrain_world *world, void *path)
         record.added[0].value = exp(record.loss);
         CHECK(dtrain_metrics_step(metrics, &record));
     }
-    CHECK(dtrain_metrics_finish(metrics)); /* an error if a version of the file was lost */
+    CHECK(dtrain_metrics_finish(metrics)); /* an error if a sink has lost anything */
+    dtrain_metrics_info written;
+    dtrain_metrics_query(metrics, &written);
     if (m.rank == 0)
-        printf("%d steps, loss %.3f, perplexity %.3f: %s\n", STEPS, record.loss,
-               record.added[0].value, file.path);
+        printf("%d steps, loss %.3f, perplexity %.3f\n", STEPS, record.loss, record.added[0].value);
+    for (size_t i = 0; i < written.sink_count; i++) { /* on rank 0 only */
+        printf("%s: %d records\n", written.sinks[i].name, (int)written.sinks[i].written);
+        if (written.sinks[i].written < STEPS) return 1;
+    }
     dtrain_metrics_destroy(metrics);
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(desc.optimizer);
@@ -87,8 +103,9 @@ static int train(dtrain_world *world, void *path)
 int main(int argc, char **argv)
 {
     const dtrain_launch_desc desc = {.default_rank_count = 2};
-    char path[] = "run.prom";
-    if (dtrain_launch(&desc, train, argc > 1 ? argv[1] : path, NULL) == DTRAIN_OK) return 0;
-    fprintf(stderr, "prometheus: %s\n", dtrain_last_error());
+    char prom[] = "run.prom", board[] = "run.tensorboard";
+    char *paths[] = {argc > 1 ? argv[1] : prom, argc > 2 ? argv[2] : board};
+    if (dtrain_launch(&desc, train, paths, NULL) == DTRAIN_OK) return 0;
+    fprintf(stderr, "monitoring: %s\n", dtrain_last_error());
     return 1;
 }
