@@ -44,7 +44,7 @@ help::
 OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@
 PROGRAM = $(call quiet,LD,$@)$(CC) $(STRICT) $(OPTIONS)
 OBJECT  = $(call quiet,CC,$<)$(CC) $(STRICT) $(OPTIONS) -c $< -o $@
--include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
+-include $(shell find $(BUILD) -mindepth 1 \( -name asan -o -name tsan -o -name fuzz -o -name openmpi -o -name mpich \) -prune -o -name '*.d' -print 2>/dev/null)
 FLAGS   = $(CC) $(CXX) $(CFLAGS) $(DEFINES)
 %/flags: FORCE
 	@mkdir -p $(@D)

@@ -71,20 +71,22 @@ FOR_LONG = $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits mo
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL)) $(SHARED)
 test: programs
 	@$(RUN) $(call ordered,$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
-test-long: $(EXAMPLES) $(FOR_LONG)
+programs-long: $(EXAMPLES) $(FOR_LONG)
+test-long: programs-long
 	@$(RUN) $(call ordered,$(LONG))
-test-all: programs $(EXAMPLES) $(FOR_LONG)
+test-all: programs programs-long
 	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(call ordered,$(LONG) $(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
 
-# ---- Sanitizers: the same tests in folders of their own --------------------------------------------------------------
+# ---- Sanitizers: the same tests in separate folders; GOAL=programs only builds them ---------------------------------------
 # -g1 names the lines and compiles in three quarters of the time. Kernel threads are fibers: no fake stacks.
+asan tsan: GOAL = test
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	@$(MAKE) --no-print-directory test LATER= FROM=src BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
+	@$(MAKE) --no-print-directory $(GOAL) LATER= FROM=src BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
 	  CFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 # Ranks that are threads, and the threads of a rank; emulated kernels run on one thread.
 tsan:
-	@$(MAKE) --no-print-directory test LATER= FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
+	@$(MAKE) --no-print-directory $(GOAL) LATER= FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
 	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook \
 	    programs tensor_programs 3d_programs ranks_differ pipeline pipeline_faults pipeline_options stage_passes pipeline_runner timeline \
@@ -219,5 +221,5 @@ docs:
 	$(call quiet,DRAW,docs/full-shard.svg)sh tools/full_shard_svg.sh >docs/full-shard.svg
 	$(call quiet,DRAW,docs/tensor.svg)sh tools/tensor_svg.sh >docs/tensor.svg
 	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
-.PHONY: programs test test-long test-all asan tsan valgrind fuzzers fuzz coverage golden lint checks mutate nightly bench check-simulator \
+.PHONY: programs programs-long test test-long test-all asan tsan valgrind fuzzers fuzz coverage golden lint checks mutate nightly bench check-simulator \
         bench-strategies bench-comm bench-scaling gpu-programs gpu-first gpu-check gpu-bench openmpi mpich docs
