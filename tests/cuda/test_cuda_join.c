@@ -142,7 +142,7 @@ static int guest_begin(model *m, const program *how, int rank)
     CHECK(ncclCommInitRank(&m->comm, RANKS, ids[0], rank) == ncclSuccess);
     given.comm = m->comm;
     desc.timeout_ms = how->fault ? RANKS_SHORT_MS : desc.timeout_ms;
-    desc.log = no_leftovers;
+    desc.options.log = no_leftovers;
     desc.device_ops = dtrain_cuda_device_ops();
     desc.stream = (void *)m->stream;
     if (!how->staged) desc.comm_ops = dtrain_nccl_comm_ops();

@@ -286,8 +286,8 @@ static run trained(run how, int ranks)
     dtrain_launch_desc desc = nccl_desc(ranks);
     if (how.staged) desc.comm_ops = NULL;
     if (how.fault) desc.timeout_ms = RANKS_SHORT_MS;
-    desc.log = keep_log;
-    desc.log_level = DTRAIN_LOG_INFO;
+    desc.options.log = keep_log;
+    desc.options.log_level = DTRAIN_LOG_INFO;
     if (!result) result = (run *)ranks_shared(sizeof *result);
     memset(result, 0, sizeof *result);
     const dtrain_result launched = ranks_launch(&desc, train_main, &how, NULL);
