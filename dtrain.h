@@ -1036,10 +1036,8 @@ typedef struct dtrain_launch_desc {
     uint32_t node_ranks;   /* consecutive ranks that count as a host: a program on one machine
                             does what it would do on several. Divides the number of ranks; 0 = a
                             host is a host */
-    uint32_t restarts; /* how often in a row the run is started again after a failure, if it makes
-                            no progress; see Restarts. 0 = never */
-    uint32_t
-        backoff_ms;     /* before a restart; doubled for each in a row, at most 64-fold; 0 = 1000 */
+    uint32_t restarts;     /* largest number in a row without progress; see Restarts. 0 = never */
+    uint32_t backoff_ms;   /* before a restart; doubles with each in a row, to 64-fold; 0 = 1000 */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
                             them: see Signals; SIGUSR2 asks for a dump */
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
@@ -6838,23 +6836,24 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
-/* Find out whether the process of a rank has ended, of one rank after the other: a guest's host has
- * no launcher that this library knows, and no connection that closes. All 256 take 1.3 s. Where
- * ranks share no page, a message can still say why that rank ended: wait half a second for it. */
+/* Look whether the process of one rank has ended, of the next rank at each call: a guest has no
+ * launcher that this library knows, and no connection that closes. All 256 take 1.3 s. If ranks
+ * share no page, the reason can still be on its way as a message: give it half a second. */
 DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
 {
-    const uint64_t now = dtrain__now_ns(), await_ns = world->tell ? 500000000u : 0;
+    const uint64_t now = dtrain__now_ns();
     const int rank = (world->looked + 1) % world->size;
     const dtrain__life *life = &world->lives[rank];
     char text[160];
     if (now - world->looked_ns < 5000000u) return;
-    world->looked_ns = now, world->looked = rank;
+    world->looked_ns = now;
+    world->looked = rank;
     if (life->host != world->lives[world->rank].host ||
         (life->started ? dtrain__process_started(life->pid) == life->started
                        : kill((pid_t)life->pid, 0) == 0 || errno != ESRCH))
         return;
     if (!world->left_ns[rank]) world->left_ns[rank] = now;
-    if (now < world->left_ns[rank] + await_ns) return;
+    if (world->tell && now < world->left_ns[rank] + 500000000u) return;
     if (!dtrain__record_lost(world->control, rank) || !world->tell) return;
     dtrain__describe_end(world->control, rank, text, sizeof text);
     dtrain_world_abort(world, DTRAIN_ERROR_PEER, text); /* on other hosts nobody can see it */
@@ -7007,7 +7006,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     if (world->guest) dtrain__look_for_lost(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
-        return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
+        return dtrain_fail(DTRAIN_ERROR_PEER, "the launcher of the ranks is gone");
     return wait->waited_ns >= world->timeout_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK;
 }
 
@@ -7061,7 +7060,7 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (world->tell) world->tell(world);
 }
 
-/* True once this rank has known for `grace_ns` by its clock that `rank` left. */
+/* True once this rank has known for `grace_ns` that `rank` left. Clocks of ranks can differ. */
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
 {
     if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;
@@ -7993,8 +7992,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     dtrain__meet_missing(r, now >= r->deadline_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK, text);
 }
 
-/* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
- * that come late. */
+/* Wait for all ranks. After a failure abort, and reply it to late ranks for REFUSAL_NS. */
 static void dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
@@ -11780,15 +11778,15 @@ static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result 
         const dtrain__guest_record *record = &guest->all[i];
         if (record->rank != i || record->size != guest->size)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "member %d of the host's all-gather is rank %d of %d in its desc, "
-                               "this one rank %d of %d",
+                               "member %d of the all-gather is rank %d of %d in its desc, "
+                               "this one %d of %d: set the all-gather's numbers",
                                i, record->rank, record->size, guest->rank, guest->size);
         if (record->code != DTRAIN_OK)
             return dtrain_fail((dtrain_result)record->code, "rank %d cannot join: %.400s", i,
                                record->data);
         if (record->bytes != bytes)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "rank %d joins with %u bytes where rank %d has %zu: start the same "
+                               "rank %d joins with %u bytes, rank %d with %zu; start the same "
                                "program on all ranks",
                                i, record->bytes, guest->rank, bytes);
     }
@@ -11955,8 +11953,8 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_leave"));
     if (!world->guest)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_world_leave: this world is dtrain_launch's, which ends it");
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch ends this world; "
+                                               "return from rank_main");
     dtrain__guest *guest = world->guest;
     const dtrain_result result = dtrain__await_leaving(world);
     if (dtrain__load(&world->control->exits[world->rank].how) == DTRAIN__RUNNING)

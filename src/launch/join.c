@@ -61,15 +61,15 @@ static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result 
         const dtrain__guest_record *record = &guest->all[i];
         if (record->rank != i || record->size != guest->size)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "member %d of the host's all-gather is rank %d of %d in its desc, "
-                               "this one rank %d of %d",
+                               "member %d of the all-gather is rank %d of %d in its desc, "
+                               "this one %d of %d: set the all-gather's numbers",
                                i, record->rank, record->size, guest->rank, guest->size);
         if (record->code != DTRAIN_OK)
             return dtrain_fail((dtrain_result)record->code, "rank %d cannot join: %.400s", i,
                                record->data);
         if (record->bytes != bytes)
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "rank %d joins with %u bytes where rank %d has %zu: start the same "
+                               "rank %d joins with %u bytes, rank %d with %zu; start the same "
                                "program on all ranks",
                                i, record->bytes, guest->rank, bytes);
     }
@@ -236,8 +236,8 @@ DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world)
     if (!world) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_leave"));
     if (!world->guest)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_world_leave: this world is dtrain_launch's, which ends it");
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_world_leave: dtrain_launch ends this world; "
+                                               "return from rank_main");
     dtrain__guest *guest = world->guest;
     const dtrain_result result = dtrain__await_leaving(world);
     if (dtrain__load(&world->control->exits[world->rank].how) == DTRAIN__RUNNING)

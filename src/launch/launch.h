@@ -91,10 +91,8 @@ typedef struct dtrain_launch_desc {
     uint32_t node_ranks;   /* consecutive ranks that count as a host: a program on one machine
                             does what it would do on several. Divides the number of ranks; 0 = a
                             host is a host */
-    uint32_t restarts; /* how often in a row the run is started again after a failure, if it makes
-                            no progress; see Restarts. 0 = never */
-    uint32_t
-        backoff_ms;     /* before a restart; doubled for each in a row, at most 64-fold; 0 = 1000 */
+    uint32_t restarts;     /* largest number in a row without progress; see Restarts. 0 = never */
+    uint32_t backoff_ms;   /* before a restart; doubles with each in a row, to 64-fold; 0 = 1000 */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
                             them: see Signals; SIGUSR2 asks for a dump */
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the

@@ -96,23 +96,24 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
-/* Find out whether the process of a rank has ended, of one rank after the other: a guest's host has
- * no launcher that this library knows, and no connection that closes. All 256 take 1.3 s. Where
- * ranks share no page, a message can still say why that rank ended: wait half a second for it. */
+/* Look whether the process of one rank has ended, of the next rank at each call: a guest has no
+ * launcher that this library knows, and no connection that closes. All 256 take 1.3 s. If ranks
+ * share no page, the reason can still be on its way as a message: give it half a second. */
 DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
 {
-    const uint64_t now = dtrain__now_ns(), await_ns = world->tell ? 500000000u : 0;
+    const uint64_t now = dtrain__now_ns();
     const int rank = (world->looked + 1) % world->size;
     const dtrain__life *life = &world->lives[rank];
     char text[160];
     if (now - world->looked_ns < 5000000u) return;
-    world->looked_ns = now, world->looked = rank;
+    world->looked_ns = now;
+    world->looked = rank;
     if (life->host != world->lives[world->rank].host ||
         (life->started ? dtrain__process_started(life->pid) == life->started
                        : kill((pid_t)life->pid, 0) == 0 || errno != ESRCH))
         return;
     if (!world->left_ns[rank]) world->left_ns[rank] = now;
-    if (now < world->left_ns[rank] + await_ns) return;
+    if (world->tell && now < world->left_ns[rank] + 500000000u) return;
     if (!dtrain__record_lost(world->control, rank) || !world->tell) return;
     dtrain__describe_end(world->control, rank, text, sizeof text);
     dtrain_world_abort(world, DTRAIN_ERROR_PEER, text); /* on other hosts nobody can see it */
@@ -265,7 +266,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     if (world->guest) dtrain__look_for_lost(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
-        return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
+        return dtrain_fail(DTRAIN_ERROR_PEER, "the launcher of the ranks is gone");
     return wait->waited_ns >= world->timeout_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK;
 }
 
@@ -319,7 +320,7 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (world->tell) world->tell(world);
 }
 
-/* True once this rank has known for `grace_ns` by its clock that `rank` left. */
+/* True once this rank has known for `grace_ns` that `rank` left. Clocks of ranks can differ. */
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
 {
     if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;

@@ -373,8 +373,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     dtrain__meet_missing(r, now >= r->deadline_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK, text);
 }
 
-/* Wait for all ranks. Abort after a failure, and until the shortened deadline reply it to ranks
- * that come late. */
+/* Wait for all ranks. After a failure abort, and reply it to late ranks for REFUSAL_NS. */
 static void dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;

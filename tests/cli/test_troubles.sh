@@ -1,7 +1,7 @@
 #!/bin/sh
-# README's program, and the table of docs/troubleshooting.md: the program that the diff shows is complete, without a warning in C
-# and C++, and computes on 1 to 4 ranks what the serial one does; each sentence that the table quotes is printed by the
-# mistake that it is about ("..." stands for anything).
+# README's program, and the table of docs/troubleshooting.md: the program that the diff shows is complete, without a
+# warning in C and C++, and computes on 1 to 4 ranks what the serial one does; each sentence that the table quotes is
+# printed by the mistake that it is about ("..." stands for anything).
 . tests/support/shell.sh
 cc=${CC:-cc}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
