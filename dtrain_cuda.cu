@@ -6,7 +6,7 @@
 
    and give dtrain_cuda_device_ops() to dtrain_launch_desc.device_ops or to dtrain_device_create.
 
-   Contents, the files that this one is joined from:
+   Contents: the source files.
        src/device/cuda/language.cuh         Language: launches, halves, packs, sums
        src/device/cuda/device.cuh           Device: state, errors, waiting, creation
        src/device/cuda/memory.cuh           Memory, streams, events and graphs
@@ -29,36 +29,35 @@
        src/device/cuda/pooling.cuh          Pooling: maximum and average of windows
        src/device/cuda/table.cuh            The table of device operations
 
-   In a program that has CUDA of its own (dtrain_world_join, or dtrain_device_desc) the device is
-   the one that is current on the calling thread, and has to be current in every later call. Kernels
-   and copies are queued on the host's stream, if it hands one in (its default stream:
-   cudaStreamLegacy): they run after what the host has queued there, and before what it queues
-   later. Other streams of dtrain are ordered with it by events. The stream outlives the device.
-   Device, flags and context are never changed or reset. An error that the host has not read by
-   cudaGetLastError can be overwritten by a call of dtrain, which leaves none.
+   In a program with its own CUDA code (dtrain_world_join, or dtrain_device_desc) the device is the
+   current device of the calling thread, and must be current in every later call. If the program
+   gives a stream (its default stream: cudaStreamLegacy), kernels and copies are queued on it: they
+   run after earlier work of the program on that stream, and before later work. Events order other
+   streams of dtrain with it. The stream outlives the device. Device, flags and context are never
+   changed or reset. A call of dtrain can overwrite an error that the program has not read by
+   cudaGetLastError, and leaves none.
 
-   Graphs. A host can capture its stream around dtrain_strategy_gather, _ready, _release, _finish
-   and dtrain_optimizer_step, after one whole step without a capture. It needs NCCL where there are
-   several ranks, parameters and gradients in device memory, no offload, compression or
-   DTRAIN_MISSING_GRADIENT_ERROR. A rate is recorded as it is; AdamW's update is called after each
-   launch instead, because its corrections of bias change. What cannot be captured is refused with
+   Graphs. A program can capture its stream around dtrain_strategy_gather, _ready, _release, _finish
+   and dtrain_optimizer_step, after one whole step without a capture. This needs NCCL for several
+   ranks, parameters and gradients in device memory, no offload, no compression, and no
+   DTRAIN_MISSING_GRADIENT_ERROR. The learning rate is recorded; AdamW's update is called after each
+   launch instead, because its bias corrections change. A call that cannot be captured returns
    DTRAIN_ERROR_UNSUPPORTED before anything is queued, and the capture continues. Destroy graphs
-   before the strategy. A host that waits by cudaStreamSynchronize for a collective has no deadline:
-   device->ops->synchronize(device) has.
+   before the strategy. cudaStreamSynchronize has no deadline for a collective;
+   device->ops->synchronize(device) has one.
 
-   An operation is written in this order: a comment with shapes and bytes moved, the kernel, the
-   launcher, and its entry in table.cuh. Results are a function of the inputs alone: no
-   floating-point atomics anywhere.
+   The source of an operation has this order: a comment with shapes and bytes moved, the kernel, the
+   launcher, and its entry in table.cuh. Results depend only on the inputs: there are no
+   floating-point atomics.
 
-   The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
-   cublasLt.h (tests/cuda/emulation): so its kernels are tested where there is no GPU.
+   A C++ compiler for a CPU also compiles the file, with stand-ins for cuda_runtime.h and cublasLt.h
+   (tests/cuda/emulation): tests run its kernels without a GPU.
 
-   Speed. The floor of a kernel is the time that its limiting resource needs: the bytes that its
-   comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
-   dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
-   written down so that a measurement can contradict it; small inputs are limited by the launches,
-   2 to 5 microseconds each. bench/bench_kernels measures all but muon, convolution
-   and pooling. Measured: nothing, no hardware yet.
+   Speed. The floor of a kernel is the time of its limiting resource: the bytes in its comment at
+   the bandwidth of a plain copy, or its flops at the peak of the tensor cores for dense bf16. The
+   expected share of the floor is a guess for large inputs, made before any run, for a measurement
+   to contradict; launches limit small inputs, 2 to 5 microseconds each. bench/bench_kernels
+   measures all kernels but muon, convolution and pooling. Nothing is measured yet: no hardware.
 
        kernels                          limiting resource                expected    measured
        add, axpby, convert, activation  memory bandwidth                 90 %        not measured
@@ -80,16 +79,15 @@
        conv2d, conv2d backward          fp32 units, shared memory        30 %        not measured
        pooling                          memory bandwidth                 60 %        not measured
 
-   The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
-   runs from Ampere on, is said to reach 60 to 65 % of it. */
+   The tensor-core peak of Hopper is wgmma's; these kernels use mma.sync, which runs from Ampere on
+   and is said to reach 60 to 65 % of it. */
 
 /* ==== src/device/cuda/language.cuh ============================================================ */
 
 /* Language: launches, halves, packs, sums
  *
- * The few tools that every kernel is written with. The emulation (tests/cuda/emulation) replaces
- * the launch and the dynamic shared memory; everything else compiles for a GPU and for a CPU
- * alike. */
+ * The tools of every kernel. The emulation (tests/cuda/emulation) replaces the launch and the
+ * dynamic shared memory; everything else compiles for a GPU and for a CPU. */
 
 #include "dtrain.h"
 
@@ -131,8 +129,8 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
-/* On a GPU, UNROLL unrolls the loop below it, and ROLLED keeps the compiler from unrolling where
- * that would spill registers. The emulation leaves loops as they are: it compiles faster. */
+/* On a GPU, UNROLL unrolls the next loop, and ROLLED prevents unrolling that would spill registers.
+ * The emulation changes no loops and compiles faster. */
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_UNROLL
 #define DTRAIN_CUDA_ROLLED
@@ -151,8 +149,8 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
 
 /* ---- Half precision -----------------------------------------------------------------------------
  *
- * bf16 and fp16 are formats of storage alone: a kernel loads them, widens them to fp32, computes,
- * rounds once and stores. */
+ * bf16 and fp16 are storage formats: a kernel loads them, widens them to fp32, computes, rounds
+ * once and stores. */
 
 struct dtrain_cuda_bf16 {
     uint16_t bits;
@@ -183,9 +181,8 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 static __device__ __forceinline__ void dtrain_cuda_narrow(double x, double &to) { to = x; }
 
-/* Round to nearest, ties to even: the bits of dtrain_half_from_f32, except that
- * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them
- * does the same. */
+/* Round to nearest, ties to even: the bits of dtrain_half_from_f32, except that every NaN becomes
+ * 0x7fff, as in the GPU's instructions; code for older GPUs and CPUs does the same. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
 {
 #if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
@@ -209,7 +206,7 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 }
 
 /* Narrow two values into a register; `low`, the neighbour with the smaller index, takes the lower
- * bits. One instruction, where integer arithmetic takes some ten for each bf16. */
+ * bits. One instruction instead of about ten integer instructions for each bf16. */
 template <typename Half>
 static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high, Half kind)
 {
@@ -237,8 +234,8 @@ static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, fl
 }
 #endif
 
-/* Load an element whose type is known at run time only, for kernels that are not made for speed;
- * all threads take the same branch. */
+/* Load an element of a type known only at run time, for slow kernels; all threads take the same
+ * branch. */
 static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
 {
     if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
@@ -261,11 +258,11 @@ static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at,
 
 /* ---- Packs: 16 bytes at a time ------------------------------------------------------------------
  *
- * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes.
- * A load or store moves it in accesses of 16 bytes, or of its own size where that is less, so the
- * address must be a multiple of that. A pack of one element takes any address: kernels use it for
- * pointers that are not 16-byte aligned, for row lengths that W does not divide, and for the last
- * elements. Where two types meet, the operation chooses one W for both. */
+ * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes. A
+ * load or store moves it in accesses of 16 bytes, or of its size if that is less; the address must
+ * be a multiple of that. A pack of one element takes any address: kernels use it for pointers that
+ * are not 16-byte aligned, for row lengths that W does not divide, and for the last elements. An
+ * operation on two types chooses one W for both. */
 
 template <typename T, int W = 16 / (int)sizeof(T)>
 struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) dtrain_cuda_pack {
@@ -323,7 +320,7 @@ static inline bool dtrain_cuda_aligned(const void *memory)
  *
  * A butterfly adds the same pairs in the same tree on every lane, so all lanes get one result with
  * the same bits. The block versions use `slots`, 32 elements of shared memory, leave the result in
- * every thread, and may be called twice in a row. blockDim.x must be a multiple of 32. */
+ * every thread, and can be called twice in a row. blockDim.x must be a multiple of 32. */
 
 template <typename T> static __device__ __forceinline__ T dtrain_cuda_warp_sum(T x)
 {
@@ -365,8 +362,9 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
 
 /* Device: state, errors, waiting, creation
  *
- * A dtrain_event is a cudaEvent_t. Streams are kept in a list, because synchronize waits for all of
- * them; and graphs, because all are dropped when a communicator whose collectives they hold ends.
+ * A dtrain_event is a cudaEvent_t. Streams are in a list, because synchronize waits for all
+ * streams; graphs are in a list, because all are dropped when a communicator ends whose collectives
+ * they hold.
  *
  * Invariant: no call here blocks without a limit. A call that would wait inside the driver (a copy
  * of pageable memory, and cudaFree, which waits for running kernels) is made only after the streams
@@ -498,8 +496,8 @@ static void dtrain_cuda_host_give(const dtrain_allocator *allocator, void *memor
 
 /* ---- Errors -----------------------------------------------------------------------------------*/
 
-/* Ask whether the CUDA context is lost, after which every call repeats the error. A trial call is
- * surer than a list of error codes, which grows with each toolkit. */
+/* Return whether the CUDA context is lost, after which every call repeats the error. A trial call
+ * is safer than a list of error codes, which grows with each toolkit. */
 static bool dtrain_cuda_is_lost(void)
 {
     size_t free_bytes, memory_bytes;
@@ -508,8 +506,7 @@ static bool dtrain_cuda_is_lost(void)
     return error != cudaSuccess && error != cudaErrorMemoryAllocation;
 }
 
-/* Turn a CUDA error into a sentence, and clear it where it can be cleared. `what` names the
- * call. */
+/* Turn a CUDA error into a sentence, and clear it if possible. `what` names the call. */
 static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return DTRAIN_OK;
@@ -539,7 +536,7 @@ static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
 }
 
-/* Check that a guest's device is current on this thread: nothing else is in the host's calls. */
+/* Check that a guest's device is current on this thread. */
 static dtrain_result dtrain_cuda_here(const dtrain_cuda_state *state, const char *what)
 {
     int index = state->index;
@@ -612,9 +609,9 @@ static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream
 
 /* Wait until the device has passed `mark`, then record it anew in the compute stream.
  *
- * The driver's queue holds about a thousand launches, and a launch that finds it full waits inside
- * the driver; behind a collective that waits for a dead rank that would be for ever. So every 128th
- * kernel records a mark. There are two marks, and a mark is recorded only after it has been passed:
+ * The driver's queue holds about a thousand launches, and a launch waits inside the driver if the
+ * queue is full: forever, after a collective that waits for a dead rank. So every 128th kernel
+ * records a mark. There are two marks, and a mark is recorded only after the device has passed it:
  * at most 3 * 128 kernels are queued. */
 static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t mark)
 {
@@ -631,9 +628,9 @@ static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t m
     return dtrain_cuda_check(cudaEventRecord(mark, state->stream), "waiting for the GPU");
 }
 
-/* Keep the launch queue short; call it before every launch. False means an error, which is in
- * state->queue_error. Kernels that a graph captures are not queued and do not count; whether the
- * host captures is asked when a mark is due. */
+/* Keep the launch queue short; called before every launch. False: an error in state->queue_error.
+ * Kernels that a graph captures are not queued and do not count; a host's capture is checked when a
+ * mark is due. */
 static bool dtrain_cuda_limit_queue(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -722,7 +719,7 @@ static void dtrain_cuda_abandon_capture(dtrain_cuda_state *state)
     cudaGetLastError();
 }
 
-/* Give back what CUDA holds for the graphs. One that is running runs to its end. */
+/* Free CUDA's graphs. A running graph finishes. */
 static void dtrain_cuda_graphs_drop(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -743,10 +740,10 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 }
 
 /* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
- * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
- * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
- * here, and graph_end reports it. A capture of the host's continues, and waiting would spoil it:
- * memory that is freed meanwhile is left to the end of the process too. */
+ * its memory stays until the end of the process. A lost device runs nothing, so memory can be
+ * freed. A caller that frees during a capture is cleaning up after an error: the capture ends, and
+ * graph_end reports it. A capture of the host program continues, and waiting would spoil it: memory
+ * freed meanwhile also stays until the end of the process. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -808,8 +805,8 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* Make the rank's GPU the current device of this thread, from here on, or take the one that is
- * current. Read its properties. */
+/* Make the rank's GPU the current device of this thread, or take the current device. Read its
+ * properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;
@@ -907,8 +904,8 @@ static void dtrain_cuda_free_retired(dtrain_cuda_state *state)
     while (state->retired_count > 0) cudaFree(state->retired[--state->retired_count]);
 }
 
-/* Destroy the device. It may be half made or lost: a part that was not made is NULL, and errors no
- * longer matter. */
+/* Destroy the device, which can be half made or lost: missing parts are NULL, and errors do not
+ * matter. */
 static void dtrain_cuda_destroy(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -1043,10 +1040,10 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
     if (dtrain_cuda_may_free(device) && cudaFree(memory) != cudaSuccess) cudaGetLastError();
 }
 
-/* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
- * captured with: while there are graphs, and after the host has captured one, the old block stays
- * and the new one has at least twice its size, so the retired blocks together are smaller than the
- * current one. */
+/* Replace the scratch block by a larger one. A captured graph holds the address of its block: while
+ * there are graphs, and after the host program has captured one, the old block stays and the new
+ * block has at least twice its size, so the retired blocks together are smaller than the current
+ * block. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -1098,8 +1095,9 @@ static dtrain_result dtrain_cuda_copy_kind(dtrain_copy_kind kind, cudaMemcpyKind
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "copy: %d is not a dtrain_copy_kind", (int)kind);
 }
 
-/* Copy. Between host and device the compute stream is idle before the copy, since the driver may
- * stage pageable memory inside the call, and idle after it, since the driver may as well not. */
+/* Copy. Between host and device the compute stream is idle before the copy, because the driver can
+ * stage pageable memory inside the call, and idle after it, because the driver can also not do so.
+ */
 static dtrain_result dtrain_cuda_copy(dtrain_device *device, void *to, const void *from,
                                       size_t bytes, dtrain_copy_kind kind)
 {
@@ -1218,7 +1216,7 @@ static dtrain_result dtrain_cuda_stream_create(dtrain_device *device, bool high_
     return DTRAIN_OK;
 }
 
-/* Destroy a stream; work that is still queued on it runs to its end. */
+/* Destroy a stream; its queued work still runs. */
 static void dtrain_cuda_stream_destroy(dtrain_device *device, dtrain_stream *stream)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -1282,8 +1280,8 @@ static dtrain_result dtrain_cuda_event_query(dtrain_device *device, dtrain_event
 
 /* ---- Graphs -------------------------------------------------------------------------------------
  *
- * A capture belongs to this thread alone: another thread of the process, such as a watchdog that
- * polls its events, neither breaks the capture nor is recorded. */
+ * A capture belongs to this thread: another thread of the process, such as a watchdog that polls
+ * its events, neither breaks the capture nor is recorded. */
 
 static dtrain_result dtrain_cuda_graph_begin(dtrain_device *device)
 {
@@ -1323,8 +1321,7 @@ static dtrain_result dtrain_cuda_graph_end(dtrain_device *device, dtrain_graph *
     return DTRAIN_OK;
 }
 
-/* Launch a graph. One that was dropped is refused with the failure that dropped it, if that still
- * stands. */
+/* Launch a graph. A dropped graph is refused with the failure that dropped it, if it persists. */
 static dtrain_result dtrain_cuda_graph_launch(dtrain_device *device, dtrain_graph *graph)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "graph_launch"));
@@ -1374,11 +1371,10 @@ static void dtrain_cuda_range_end(dtrain_device *device)
 /* Elementwise: the loop of all such kernels
  *
  * Memory bandwidth is the limit. A thread takes packs of W neighbouring elements, with W such that
- * the widest type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two packs
- * are loaded before the first is stored, because memory may be updated in place and the compiler
- * would not move a load above a store. Pointers that are not 16-byte aligned, and the last
- * elements, are taken one element at a time, so that neighbouring threads still read neighbouring
- * elements.
+ * the widest type of the operation fills 16 bytes: 4 with a float, else 8. Two packs are loaded
+ * before the first is stored, because memory can be updated in place and the compiler would not
+ * move a load above a store. Unaligned pointers and the last elements are processed one element at
+ * a time, so that neighbouring threads still read neighbouring elements.
  *
  * An operation is a struct with `load(i, group)` and `store(i, group)`, where `group` holds one
  * pack of each operand. A group is zeroed before load, so an operand that load skips reads as 0. */
@@ -1429,10 +1425,10 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
 
 /* Functions of single elements: activations, gated products, losses
  *
- * The functions themselves, which products and sums of columns use as well, and the two elementwise
- * kernels. Bytes of an element: two reads and one write forward; three reads and two writes
- * backward, and a read of each gradient that is added to. The types are known at run time only, by
- * a branch that all threads take alike: three types of three operands would be 27 kernels. */
+ * The functions, which products and sums of columns also use, and the two elementwise kernels.
+ * Bytes of an element: two reads and one write forward; three reads and two writes backward, and a
+ * read of each gradient that is added to. The types are run-time branches, the same in all threads:
+ * three types of three operands would be 27 kernels. */
 
 #include <math.h>
 
@@ -1521,7 +1517,7 @@ static __device__ __forceinline__ float dtrain_cuda_pointwise_slope_other(uint32
 
 /* ---- Kernels ----------------------------------------------------------------------------------*/
 
-/* An operand of a type that is known at run time; data NULL: it is not there. */
+/* An operand of a type known at run time; data NULL: no operand. */
 struct dtrain_cuda_operand {
     void *data;
     uint32_t dtype;
@@ -1686,7 +1682,7 @@ static dtrain_result dtrain_cuda_pointwise_backward(dtrain_device *device,
 
 /* ---- add: x (count), y (count) -> out (count) ---------------------------------------------------
  *
- * Two reads, one write; x and out have one type, y may have another. */
+ * Two reads, one write; x and out have one type, y can have another. */
 
 template <typename X, typename Y> struct dtrain_cuda_add_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -1802,7 +1798,7 @@ static dtrain_result dtrain_cuda_axpby_as(dtrain_device *device, const dtrain_ax
     return dtrain_cuda_each(device, "axpby", op, args->count, aligned);
 }
 
-/* y (count) times a / divisor[0]. Where that is 1 every thread leaves before it reads y. */
+/* Multiply y (count) by a / divisor[0]. If that is 1, no thread reads y. */
 template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
     dtrain_cuda_divide_kernel(T *y, int64_t count, T a, const float *divisor)
@@ -1854,8 +1850,8 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
  *
  * One read (two to accumulate) and one write. Element i takes word i % 4 of Philox block i / 4, of
  * which the upper 24 bits are compared as integers: the bits of dtrain_random_uniform, so the mask
- * is the one of the CPU device. In a part i is an element's number in the whole tensor; where these
- * numbers are not whole packs one behind the other, each element draws a block. */
+ * is the CPU device's. In a part, i is an element's number in the whole tensor; if these numbers
+ * are not consecutive whole packs, each element draws a block. */
 
 /* Compute dtrain__philox of core/random.c: four random words of a seed, a stream and a counter. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
@@ -2019,7 +2015,7 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
     return dtrain_cuda_each(device, "convert", op, args->count, aligned);
 }
 
-/* Convert by a copy where both types are equal, so that a NaN keeps its bits. */
+/* Copy if both types are equal, so that a NaN keeps its bits. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
     const dtrain_dtype from = args->x_dtype, to = args->y_dtype;
@@ -2055,7 +2051,7 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
  *        +------+------+------+
  *        |block3| ...
  *
- * Blocks are cut by the shape alone, so the bits depend on nothing but the inputs. */
+ * Blocks depend only on the shape, so the bits depend only on the inputs. */
 
 enum { DTRAIN_CUDA_CHUNK_ROWS = 64, DTRAIN_CUDA_COLUMN_WARPS = 8, DTRAIN_CUDA_ROWS_AT_ONCE = 2 };
 
@@ -2219,9 +2215,9 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
 /* Reductions: sum, clip, column sums
  *
  * A reduction takes two kernels: many blocks leave one partial result each, then one block adds
- * them in order. The count alone decides how many blocks there are and which elements each adds, so
- * the bits depend neither on the size of the GPU nor on the address. Cost: one read of the input,
- * 16 bytes a load. */
+ * them in order. The number of blocks and the elements of each depend only on the count, so the
+ * bits depend neither on the size of the GPU nor on the address. Cost: one read of the input, 16
+ * bytes a load. */
 
 #include <math.h>
 
@@ -2231,7 +2227,7 @@ enum {
     DTRAIN_CUDA_SUM_SHARE = 8192   /* elements that are worth a block */
 };
 
-/* Load the pack that begins at i, with 0 for elements at and behind `count`. */
+/* Load the pack that begins at i, with 0 for elements from `count` on. */
 template <typename T>
 static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t i, int64_t count,
                                                              bool aligned, dtrain_cuda_pack<T> &to)
@@ -2321,8 +2317,9 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 
 /* ---- clip: one thread ---------------------------------------------------------------------------
  *
- * Rounds to fp32 where dtrain_grad_norm does: a recorded step has the bits of another one. A
- * norm that is not finite, or a weight of 0, sets skip and leaves the gradient scale alone. */
+ * Rounds to fp32 at the same points as dtrain_grad_norm: a recorded step has the bits of an
+ * ordinary step. A norm that is not finite, or a weight of 0, sets skip and does not change the
+ * gradient scale. */
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {
@@ -2366,9 +2363,9 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
 
 /* Optimizers: AdamW, SGD, Lion, the elementwise stages of Muon; many tensors
  *
- * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
- * (at most 4 KiB); more tensors take more launches. A block finds its tensor by its own number and
- * updates 8192 elements of it:
+ * One launch updates many tensors: the kernel's parameters (at most 4 KiB) contain a table of up to
+ * 60 tensors; more tensors take more launches. A block finds its tensor by its number and updates
+ * 8192 elements of it:
  *
  *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
@@ -2569,8 +2566,8 @@ static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *f
     return to;
 }
 
-/* Launch the update of a list of tensors. `tensors` has everything but the table. All tensors are
- * checked before the first one changes; moments: how many each needs. */
+/* Launch the update of a list of tensors. `tensors` lacks only the table. All tensors are checked
+ * before the first one changes; moments: number of moments of each tensor. */
 template <typename Rule>
 static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name, const Rule &rule,
                                         const dtrain_optimizer_tensor *from, size_t count,
@@ -2688,7 +2685,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
 
 static dtrain_result dtrain_cuda_muon(dtrain_device *device, const dtrain_muon_args *args)
 {
-    dtrain_optimizer_tensor tensor = *args->tensor;
+    dtrain_optimizer_tensor tensor = *args->tensors;
     dtrain_cuda_tensors tensors = {};
     const int64_t blocks =
         (tensor.count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;
@@ -2717,7 +2714,7 @@ static dtrain_result dtrain_cuda_muon(dtrain_device *device, const dtrain_muon_a
  * which is column-major, gets our B as its first operand and our A as its second; every matrix
  * keeps its address and its ld, and no transposition changes:
  *
- *     here, row-major                     cublasLt, column-major
+ *     dtrain, row-major                   cublasLt, column-major
  *     B (k,n), or (n,k) with TRANS_B      A (n,k) OP_N, or (k,n) OP_T
  *     A (m,k), or (k,m) with TRANS_A      B (k,m) OP_N, or (m,k) OP_T
  *     C (m,n)                             D (n,m)
@@ -2726,9 +2723,9 @@ static dtrain_result dtrain_cuda_muon(dtrain_device *device, const dtrain_muon_a
  *
  * For each kind of product cublasLt proposes algorithms once, and the cache remembers the choice.
  * By default the first proposal is taken, and every run computes the same bits; with desc->tune the
- * first use times all proposals and keeps the fastest. Which one wins can then depend on the run,
- * and so can the last bit of a result. A proposal that cublasLtMatmul refuses is replaced by the
- * next one, and that is remembered too. Where none is left, a kernel of our own multiplies.
+ * first use times all proposals and keeps the fastest. The choice, and with it the last bit of a
+ * result, can then depend on the run. If cublasLtMatmul refuses a proposal, the next one replaces
+ * it in the cache; after the last one, the kernel below multiplies.
  *
  * Cost of a product that is in the cache: one hash, one memcmp, at most two attributes, one
  * launch. C is the output of every product, also with beta != 0: none needs scratch. */
@@ -2769,7 +2766,7 @@ struct dtrain_cuda_product {
     void *aux; /* (m,n) with the ld and type of C */
 };
 
-/* All that the choice of an algorithm depends on. Without padding, so that memcmp compares it. */
+/* The inputs of the choice of an algorithm. Without padding, so that memcmp compares it. */
 struct dtrain_cuda_gemm_key {
     int64_t m, n, k, batch, lda, ldb, ldc, a_step, b_step, c_step;
     uint32_t flags, epilogue, type, c_type, vector_type, compute;
@@ -2807,8 +2804,8 @@ static cudaDataType_t dtrain_cuda_lt_type(dtrain_dtype dtype)
                                        : CUDA_R_32F;
 }
 
-/* Choose the arithmetic of a product. bf16 arithmetic is for operands that were fp32; a widened
- * fp16 has more bits than bf16 keeps, so it takes TF32, which keeps them all. */
+/* Choose the arithmetic of a product. bf16 arithmetic is for fp32 operands; a widened fp16 has more
+ * bits than bf16, so it takes TF32, which keeps them all. */
 static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state,
                                                   const dtrain_cuda_product *product)
 {
@@ -2866,7 +2863,7 @@ static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state)
 }
 
 /* Find the entry of a key: its own; else a free one among its slots; else the first of its slots,
- * which is evicted. */
+ * whose entry is evicted. */
 static dtrain_cuda_gemm_entry *dtrain_cuda_gemm_slot(dtrain_cuda_gemm_cache *cache,
                                                      const dtrain_cuda_gemm_key *key)
 {
@@ -2964,8 +2961,8 @@ static cublasStatus_t dtrain_cuda_lt_limit(cublasLtMatmulPreference_t limits,
     return cublasLtMatmulPreferenceSetAttribute(limits, attribute, &value, sizeof value);
 }
 
-/* Ask cublasLt for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 where there are
- * none. A product that is cut along k may add its parts in fp32 only, not in C's type. */
+/* Ask cublasLt for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 if there are none. A
+ * product cut along k must add its parts in fp32, not in C's type. */
 static cublasStatus_t dtrain_cuda_lt_ask(const dtrain_cuda_state *state,
                                          const dtrain_cuda_gemm_entry *entry,
                                          cublasLtMatmulPreference_t limits,
@@ -3006,7 +3003,7 @@ static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
                           state->workspace_bytes, state->stream);
 }
 
-/* Measure the best time of a candidate that writes to `out`; infinity where it cannot run. */
+/* Measure the best time of a candidate that writes to `out`; infinity if it cannot run. */
 static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
                                          const dtrain_cuda_product *x, void *out,
                                          const cublasLtMatmulAlgo_t *algorithm,
@@ -3056,9 +3053,9 @@ static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm
     return result;
 }
 
-/* Give the memory that candidates are timed in. With beta == 0 every run leaves the result in C, so
- * C itself will do. Else C must stay as it is: the result is new memory of its size, or NULL where
- * C is too large or no memory is left. */
+/* Return memory for timing candidates. With beta == 0 every run leaves the result in C, so C is
+ * returned. Otherwise C must not change: return new memory of its size, or NULL if C is too large
+ * or no memory is left. */
 static void *dtrain_cuda_lt_timing_memory(const dtrain_cuda_product *x)
 {
     const uint64_t count = (uint64_t)x->m * (uint64_t)x->ldc;
@@ -3109,7 +3106,7 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
     return result;
 }
 
-/* Say whether cublasLt refused an algorithm, before anything ran: another one may do. */
+/* Return whether cublasLt refused an algorithm before anything ran: another one can work. */
 static bool dtrain_cuda_lt_refuses(cublasStatus_t status)
 {
     return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
@@ -3176,8 +3173,8 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
     return result;
 }
 
-/* Run a product by cublasLt; entry->works is false afterwards where no algorithm takes it, and
- * nothing has run then. */
+/* Run a product by cublasLt; entry->works is false afterwards if no algorithm takes it, and nothing
+ * has run. */
 static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
                                           dtrain_cuda_gemm_entry *entry)
 {
@@ -3190,7 +3187,7 @@ static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cu
     return entry->works ? dtrain_cuda_lt_check(status, "cublasLtMatmul") : DTRAIN_OK;
 }
 
-/* Count the kinds of products that are in the cache and were made the slow way. */
+/* Count the kinds of products in the cache that slow kernels compute. */
 static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state)
 {
     uint32_t count = 0;
@@ -3199,10 +3196,10 @@ static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state)
     return count;
 }
 
-/* ---- Our own product: C (m,n) = alpha op(A) (m,k) op(B) (k,n) + beta C --------------------------
+/* ---- The last resort: C (m,n) = alpha op(A) (m,k) op(B) (k,n) + beta C --------------------------
  *
- * The last way, slow and always there: any types, ld and alignment, no epilogue, fp32 arithmetic. A
- * block makes a tile of C, a thread one element of it, in the order of k. */
+ * Slow and always possible: any types, ld and alignment, no epilogue, fp32 arithmetic. A block
+ * makes a tile of C, a thread one element of it, in the order of k. */
 
 static __global__ void __launch_bounds__(DTRAIN_CUDA_GEMM_TILE *DTRAIN_CUDA_GEMM_TILE)
     dtrain_cuda_own_product_kernel(const dtrain_cuda_product x)
@@ -3249,8 +3246,8 @@ static dtrain_result dtrain_cuda_own_product(dtrain_device *device, const dtrain
                            tiles < INT32_MAX ? tiles : INT32_MAX, (int)(side * side), 0, *x);
 }
 
-/* Compute `batch` products of equal shape without an epilogue, one step apart in memory; attention
- * is made of them. Uses no scratch. */
+/* Compute `batch` products of equal shape without an epilogue, one step apart in memory, for
+ * attention. Uses no scratch. */
 static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
                                               const dtrain_cuda_product *product)
 {
@@ -3264,13 +3261,13 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
 
 /* GEMM 2: epilogues and fallbacks
  *
- * A product may come with a bias, an activation and a bias gradient. Three ways are tried in this
- * order; each does all that is asked, or nothing:
+ * A product can have a bias, an activation and a bias gradient. Three ways are tried in this order;
+ * each does the whole request, or nothing:
  *
- *     fused      one call of cublasLt, whose epilogue does all that is asked of C
+ *     fused      one call of cublasLt, whose epilogue does the whole request for C
  *     in steps   cublasLt's bare product, then the epilogue kernel below
- *     widened    in steps, with fp32 copies of A and B, and with our own product where cublasLt has
- *                no algorithm for those either
+ *     widened    in steps, with fp32 copies of A and B, and with gemm_plan.cuh's product kernel if
+ *                cublasLt has no algorithm for those either
  *
  *     asked                               epilogue of cublasLt    fallback
  *     C alone                             DEFAULT                 widened
@@ -3287,17 +3284,17 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
  *     aux without an activation           none                    in steps
  *     C neither of A's type nor fp32      none                    in steps
  *     A and B of two types                none                    widened
- *     alpha or k is 0                     none                    the epilogue kernel alone
+ *     alpha or k is 0                     none                    only the epilogue kernel
  *
  * Why some epilogues are used in part or not at all:
  *
- *     RELU    whether cublasLt's RELU keeps NaN is not documented, and its backward pass wants a
- *             bit mask in aux where dtrain has values
- *     GELU    not fused in exact fp32 (the error of cublasLt's tanh is not documented), nor where
- *             aux is C, is not 16-byte aligned, or has an ld that is not a multiple of 8
- *     BIAS    asked for with the fp32 bias first; where cublasLt refuses that, with a copy in C's
- *             type, which is rounded a little earlier than C itself would be
- *     BGRAD   its gradient is fp32, which cublasLt may refuse where C is not */
+ *     RELU    it is not documented whether cublasLt's RELU keeps NaN, and its backward pass needs a
+ *             bit mask in aux, where dtrain has values
+ *     GELU    not fused in exact fp32 (the error of cublasLt's tanh is not documented), nor if aux
+ *             is C, is not 16-byte aligned, or has an ld that is not a multiple of 8
+ *     BIAS    tried with the fp32 bias first; if cublasLt refuses that, with a copy in C's type,
+ *             which rounds a little earlier than C would be rounded
+ *     BGRAD   its gradient is fp32, which cublasLt can refuse if C is not fp32 */
 
 #include <cublasLt.h>
 
@@ -3306,10 +3303,10 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
 
 /* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
  *
- * Does what cublasLt did not: x = product + beta C + bias; forward aux = x, C = act(x); backward
+ * Completes cublasLt's product: x = product + beta C + bias; forward aux = x, C = act(x); backward
  * C = x act'(aux). C is rounded once, because the product is fp32. Reads 4 bytes for each element
- * and, where asked, C and aux; writes C and aux. A thread keeps its columns, so it loads their bias
- * once, and walks down the rows. */
+ * and, if needed, C and aux; writes C and aux. A thread keeps its columns, loads their bias once,
+ * and walks down the rows. */
 
 template <typename T> struct dtrain_cuda_epilogue {
     int64_t rows, n, ld, ldc; /* ld of the product; ldc of C and aux */
@@ -3482,7 +3479,7 @@ static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
 
 static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
-/* Choose the epilogue that does all that is asked of C, bias gradients apart; false where there is
+/* Choose the epilogue that does the whole request for C without bias gradients; false if there is
  * none. See the table at the head of this file. */
 static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
                                       cublasLtEpilogue_t *out)
@@ -3501,8 +3498,8 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
            !(args->a_dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_FP32);
 }
 
-/* List the calls of cublasLt that would do, best first, and return how many. `vector` is scratch
- * for a bias in C's type or for a bias gradient that is added to. */
+/* List the possible calls of cublasLt, best first, and return their number. `vector` is scratch for
+ * a bias in C's type or for a bias gradient that is added to. */
 static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilogue_t epilogue,
                                      void *vector, dtrain_cuda_product variants[3])
 {
@@ -3535,8 +3532,8 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     return count;
 }
 
-/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it; where
- * cublasLt refuses the call, entry->works is false and nothing has been done. */
+/* Run the conversion of the bias, the chosen call, and the bias gradient; if cublasLt refuses the
+ * call, entry->works is false and nothing has been done. */
 static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                                 const dtrain_cuda_product *product,
                                                 dtrain_cuda_gemm_entry *entry)
@@ -3626,8 +3623,7 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_gemm_args *args
     return steps;
 }
 
-/* Describe the bare product of all rows, and make the fp32 copies of A and B where they are
- * wanted. */
+/* Describe the bare product of all rows, and make the fp32 copies of A and B if needed. */
 static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtrain_gemm_args *args,
                                                const dtrain_cuda_gemm_steps *steps, char *scratch,
                                                dtrain_cuda_product *product)
@@ -3737,35 +3733,29 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     return DTRAIN_OK;
 }
 
-/* ---- bias: y, aux (rows,n), by the epilogue kernel without a product --------------------------*/
+/* ---- bias: c, aux (m,n), by the epilogue kernel without a product --------------------------*/
 
 static dtrain_result dtrain_cuda_bias(dtrain_device *device, const dtrain_bias_args *args)
 {
-    dtrain_gemm_args all = {};
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->c_dtype));
     if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "bias: activation is %u, which is not a dtrain_activation",
                            (unsigned)args->activation);
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    all.activation = args->activation;
-    all.n = all.ldc = args->n;
-    all.c = args->y;
-    all.bias = args->bias;
-    all.aux = args->aux;
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_epilogue_as)(device, &all, 0, args->rows,
-                                                                      NULL, args->n, 1.0f);
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->c_dtype, dtrain_cuda_epilogue_as)(device, args, 0, args->m,
+                                                                        NULL, args->n, 1.0f);
 }
 
 /* ==== src/device/cuda/layernorm.cuh =========================================================== */
 
 /* Layer norm, forward and backward
  *
- * A power of two of warps keeps a row in registers, so that the row is read once: one warp for a
- * narrow row, with several rows a block; one block for a wide row. The statistics are computed in
- * two passes over the registers (mean, then squares of the distances from it), so nothing cancels.
- * Rows that are too wide for registers take the "long" kernels, which read the row again from
- * memory. Without `mean` (root mean square norm) the mean is 0, forward and backward. */
+ * A power of two of warps keeps a row in registers and reads it once: one warp for a narrow row,
+ * with several rows a block; one block for a wide row. Two passes over the registers compute the
+ * statistics (mean, then squared distances from it), so nothing cancels. Rows too wide for
+ * registers take the "long" kernels, which read the row again. Without `mean` (root mean square
+ * norm) the mean is 0. */
 
 #include <math.h>
 
@@ -3774,8 +3764,8 @@ static dtrain_result dtrain_cuda_bias(dtrain_device *device, const dtrain_bias_a
  * all. */
 #define DTRAIN_CUDA_ROW_THREADS 512 /* of a block, at most: 128 registers for each */
 
-/* Give the elements of a row that a thread keeps, at most. Single elements have an address each,
- * which takes registers too. */
+/* Return the most elements of a row that a thread keeps. Each single element also takes registers
+ * for its address. */
 static __host__ __device__ constexpr int dtrain_cuda_row_kept(int width)
 {
     return width == 1 ? 16 : 32;
@@ -3820,8 +3810,8 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
  * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
  * residual, one write of sum and of y; weight and bias stay in cache.
  *
- * s = x + residual is rounded to the type of sum before it is normalised: y, mean and rstd belong
- * to the s that backward reads, and fusing the addition changes no bit. */
+ * s = x + residual is rounded to the type of sum before normalisation: y, mean and rstd belong to
+ * the s that backward reads, and fusing the addition changes no bit. */
 
 template <typename X, typename Y, int WIDTH>
 static __device__ __forceinline__ dtrain_cuda_pack<X, WIDTH>
@@ -3866,7 +3856,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        /* warps after the last row have n = 0: they only take part in barriers */
         const int n = row < args.rows ? (int)args.n : 0;
         float s[chunks][WIDTH], sum = 0, squares = 0;
         DTRAIN_CUDA_UNROLL
@@ -3989,8 +3979,8 @@ static dtrain_result dtrain_cuda_layernorm(dtrain_device *device, const dtrain_l
  *     d_weight = sum of d_y hat, d_bias = sum of d_y          over the rows
  *
  * x, d_y, d_x, d_residual (rows,n). Bytes: one read of x and d_y, one write of d_x and d_residual
- * (and a read of d_x to accumulate). A block takes many rows; each thread adds its own columns in
- * shared memory, in one sum for every thread, so without a barrier and without bank conflicts. Then
+ * (and a read of d_x to accumulate). A block takes many rows; each thread adds its columns to its
+ * own sums in shared memory, without barriers and bank conflicts. Then
  *
  *     sums of a block's row groups, in order -> partials (blocks, 2, n)
  *     partials, in order -> d_weight, d_bias                  columns kernel
@@ -4043,7 +4033,7 @@ static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
     }
 }
 
-/* Compute d_x, and the block's partials; partials is NULL where only d_x is wanted. */
+/* Compute d_x, and the block's partials unless partials is NULL. */
 template <typename X, typename Y, int WIDTH>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     dtrain_cuda_layernorm_backward_kernel(dtrain_layernorm_backward_args args,
@@ -4061,7 +4051,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        /* warps after the last row have n = 0: they only take part in barriers */
         const int n = row < args.rows ? (int)args.n : 0;
         const float mean = n && args.mean ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
         float hat[chunks][WIDTH], d[chunks][WIDTH], d_sum = 0, d_hat_sum = 0;
@@ -4183,7 +4173,7 @@ static dtrain_result dtrain_cuda_layernorm_columns(dtrain_device *device,
         (args->n + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * 2, 512, 0, *args, partials, count);
 }
 
-/* Run the long kernels. The parameters come first, because d_x may be d_y. */
+/* Run the long kernels. The parameters come first, because d_x can be d_y. */
 static dtrain_result dtrain_cuda_layernorm_backward_long(dtrain_device *device,
                                                          const dtrain_layernorm_backward_args *args)
 {
@@ -4268,7 +4258,7 @@ static dtrain_result dtrain_cuda_layernorm_backward(dtrain_device *device,
  *
  * The kernels that read token ids: the embedding and its gradient, and the cross-entropy over the
  * vocabulary. A bad id is recorded as a fault, which the host reports at its next wait, and the
- * kernel goes on with a harmless one. */
+ * kernel continues with a harmless id. */
 
 #include <math.h>
 
@@ -4283,8 +4273,8 @@ static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned 
     fault->limit = limit;
 }
 
-/* Give the row of the table for a row of tokens, `vocab` where the token is not in this part of the
- * whole table; a bad token is reported and replaced by token 0, which exists. */
+/* Return the row of the table for a row of tokens, `vocab` if the token is not in this part of the
+ * whole table; a bad token is reported and replaced by token 0. */
 static __device__ int64_t dtrain_cuda_token(const dtrain_embedding_args &args, int64_t row,
                                             dtrain_cuda_fault *fault)
 {
@@ -4328,8 +4318,8 @@ static __global__ void __launch_bounds__(256, 4)
     }
 }
 
-/* Fill in what 0 stands for and check the sizes. `positions` is wpe or d_wpe; where it is NULL,
- * sequence is not used. */
+/* Fill in defaults and check the sizes. `positions` is wpe or d_wpe; if it is NULL, sequence is not
+ * used. */
 static dtrain_result dtrain_cuda_check_tokens(const char *what, dtrain_embedding_args *args,
                                               const float *positions)
 {
@@ -4374,8 +4364,8 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device,
  *        for up to 65536 tokens. A pass counts digits in tiles of rows, turns the counts into
  *        positions (one block), and moves the keys; one warp works through a tile in order, which
  *        keeps the sort stable.
- *     2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
- *        what d_wte holds: the very additions of a loop over rows.
+ *     2. The keys of a token are now neighbours. A warp at the first key adds the rows to d_wte, in
+ *        the order of a loop over rows.
  *
  * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of
  * the touched rows of d_wte, and 40 bytes for each row and pass. */
@@ -4417,8 +4407,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
         sort.counts[(int64_t)digit * sort.tiles + blockIdx.x] = counts[digit];
 }
 
-/* Give the sum of x over the threads before this one, and in `total` the sum of all. slots: 32
- * elements of shared memory. */
+/* Return the sum of x over earlier threads, and in `total` the sum over all. slots: 32 elements of
+ * shared memory. */
 static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, unsigned *slots,
                                                                   unsigned *total)
 {
@@ -4662,17 +4652,16 @@ static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
 /* ---- Cross-entropy ------------------------------------------------------------------------------
  *
  * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor
- * for large n. Bytes: one read of logits; with d_logits one write of it besides, because the row is
- * then read again at once, last elements first, from the caches.
+ * for large n. Bytes: one read of logits, and one write of d_logits if wanted: the row is read
+ * again at once, last elements first, from the caches.
  *
- * The maximum and the sum of exponentials come from one pass (online softmax): when the maximum
- * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may
- * begin anywhere:
+ * The maximum and the sum of exponentials come from one pass (online softmax): a new maximum scales
+ * the earlier sum down. n need not be a multiple of a pack, so a row can begin at any element:
  *
  *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
  *
- * If logits and d_logits are not aligned alike, everything is head. Behind the tail of the classes
- * that count, padding is written as 0 and never read. */
+ * If logits and d_logits have different alignments, everything is head. Padding after the classes
+ * that count is written as 0 and never read. */
 
 struct dtrain_cuda_span {
     int64_t head, packs, tail; /* elements of the head, number of packs, where the tail begins */
@@ -4702,8 +4691,8 @@ static __device__ __forceinline__ float dtrain_cuda_softmax_anchor(float top)
     return top > -INFINITY ? top : 0;
 }
 
-/* Return what rounding takes from lse = top + log_sum (Knuth's two-sum, exact); 0 where it is too
- * little to be seen, or no number. */
+/* Return the rounding error of lse = top + log_sum (Knuth's two-sum, exact); 0 if it is negligible
+ * or NaN. */
 static __device__ __forceinline__ float dtrain_cuda_lse_rest(float top, float log_sum, float lse)
 {
     const float added = lse - top, rest = (top - (lse - added)) + (log_sum - added);
@@ -4755,7 +4744,7 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_
     return dtrain_cuda_block_sum(sum, slots);
 }
 
-/* The numbers that a row's gradient is made of; target -1 gives zeros, n is of another rank. */
+/* The numbers for a row's gradient; target -1 gives zeros, target n belongs to another rank. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, rest, scale;
@@ -4782,8 +4771,8 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     dtrain_cuda_store(to + column, x);
 }
 
-/* Store the gradient of a row of n columns, of which `classes` count. Each element is read and
- * written by one thread: `to` may be `from`. */
+/* Store the gradient of a row of n columns, of which `classes` count. One thread reads and writes
+ * each element: `to` can be `from`. */
 template <typename T>
 static __device__ __forceinline__ void
 dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
@@ -4803,8 +4792,8 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
 
-/* Give the column of a row's target: -1 for a row to ignore, n where it is not among the columns
- * here; a bad target is reported and ignored. */
+/* Return the column of a row's target: -1 for an ignored row, n if another rank has the column; a
+ * bad target is reported and ignored. */
 static __device__ int64_t dtrain_cuda_target(const dtrain_cross_entropy_args &args, int64_t row,
                                              dtrain_cuda_fault *fault)
 {
@@ -4832,7 +4821,7 @@ static __global__ void __launch_bounds__(1024)
         dtrain_cuda_softmax softmax = {-INFINITY, 0};
         float of_target = 0, sum = 0;
         if (gradient.target >= 0) { /* the same for the whole block */
-            /* Read before the barriers in row_softmax, behind which d_logits may overwrite it. */
+            /* read before the barriers in row_softmax, after which d_logits can overwrite it */
             if (gradient.target < args.n) of_target = dtrain_cuda_widen(logits[gradient.target]);
             softmax = dtrain_cuda_row_softmax(logits, span, args.classes, slots);
             if (args.smoothing > 0) sum = dtrain_cuda_row_sum(logits, args.classes, slots);
@@ -4879,7 +4868,7 @@ static __global__ void __launch_bounds__(1024)
 }
 
 /* parts (3 or 4,rows), whole_max, loss, lse (rows): a thread a row, in double, because maximum and
- * target may be large and close. */
+ * target can be large and close. */
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_cross_entropy_finish_kernel(dtrain_cross_entropy_finish_args args)
 {
@@ -4904,7 +4893,7 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* Fill in what 0 and -1 stand for. */
+/* Replace the values 0 and -1. */
 static void dtrain_cuda_count_classes(dtrain_cross_entropy_args *args)
 {
     args->classes = args->classes < 0 ? 0 : args->classes ? args->classes : args->n;
@@ -4980,8 +4969,8 @@ static dtrain_result dtrain_cuda_cross_entropy_finish(dtrain_device *device,
 
 /* Rows of activations: softmax, rotary embedding, permuted axes
  *
- * Each reads its input and writes its output once from memory; what a softmax reads again is in the
- * caches. Types are known at run time only, see pointwise.cuh. */
+ * Each kernel reads its input and writes its output once; a softmax reads its row again from the
+ * caches. Types are run-time branches, see pointwise.cuh. */
 
 #include <math.h>
 
@@ -5048,8 +5037,8 @@ static dtrain_result dtrain_cuda_softmax_backward(dtrain_device *device,
 
 /* ---- Rotary embedding: x (rows, heads*d) -> y -----------------------------------------------
  *
- * Item i of a row is pair i of every head, so that sine and cosine are computed once for all of
- * them, in double: at position 10000 an angle in fp32 is off by 1e-3. */
+ * Item i of a row is pair i of every head, so sine and cosine are computed once for all heads, in
+ * double: at position 10000 an angle in fp32 is off by 1e-3. */
 
 struct dtrain_cuda_rotary_op {
     static constexpr int width = 1;
@@ -5155,19 +5144,19 @@ static dtrain_result dtrain_cuda_permute(dtrain_device *device, const dtrain_per
 
 /* Attention by batched GEMM and softmax
  *
- * The fallback for all that the tiles of flash.cuh do not take: a mask, fp32 arithmetic, other head
- * sizes, unaligned memory. It is the oracle of flash.cuh as well. With T queries, U keys and d =
- * head size, for `together` heads of one batch element at a time:
+ * The fallback for attention that flash.cuh refuses: a mask, fp32 arithmetic, other head sizes,
+ * unaligned memory. It is also the oracle of flash.cuh. With T queries, U keys and d = head size,
+ * for `together` heads of one batch element at a time:
  *
  *     forward    S = scale Q K' + mask    P = softmax(S)                        Y = P V
  *     backward   S = scale Q K' + mask    P = e^(S - lse)    G = dY V'
  *                D = rows of dY . Y                          dS = P (G - D)
  *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
  *
- * The products read q, k, v of a head where they lie and write dq, dk, dv in the same layout: rows
- * a stride apart, heads d apart. Nothing is permuted. Heads of queries that share a head of keys
- * are one pass: the products read the same K and V for each of them, and their parts of dK and dV,
- * fp32 in scratch, are added up in order.
+ * The products read q, k, v of a head in place and write dq, dk, dv in the same layout: rows a
+ * stride apart, heads d apart. Nothing is permuted. Heads of queries that share a head of keys are
+ * one pass: the products read the same K and V for each head, and their parts of dK and dV, fp32 in
+ * scratch, are added in order.
  *
  * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = U rounded up to 8, within 32
  * MiB unless a single head needs more; the L2 cache of a large GPU holds 32 MiB too. Scores are
@@ -5175,8 +5164,8 @@ static dtrain_result dtrain_cuda_permute(dtrain_device *device, const dtrain_per
  * dtype of q, which the next product needs, and take the place of S and G: row i of a half P
  * fills the first half of the fp32 row i, so its ld is 2 ld. The mask is added by the softmax.
  *
- * Scores of keys that are later (causal) or padding (key_lengths) are neither read nor kept: P and
- * dS are 0 there. But 0 times a NaN of V is NaN, so here a NaN reaches all rows of its head, not
+ * Scores of later keys (causal) or padding (key_lengths) are neither read nor kept: their P and dS
+ * are 0. But 0 times a NaN of V is NaN, so in this file a NaN reaches all rows of its head, not
  * only the later ones. */
 
 #include <cublasLt.h>
@@ -5216,7 +5205,7 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_attention_a
     return matrix;
 }
 
-/* Describe the part of q, or of what lies as q does. */
+/* Describe the part of q, or of a matrix with q's layout. */
 static dtrain_cuda_head_matrix dtrain_cuda_head_queries(const dtrain_attention_args *args,
                                                         const dtrain_cuda_heads *x,
                                                         const void *data, int64_t ld)
@@ -5224,8 +5213,8 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_queries(const dtrain_attention_a
     return dtrain_cuda_head_columns(args, data, ld, x->batch * args->queries, x->first);
 }
 
-/* Describe the part of k or v that the heads read: a matrix for each head or, where heads share it,
- * one for all of this pass. */
+/* Describe the part of k or v that the heads read: a matrix for each head or, if heads share it,
+ * one for this pass. */
 static dtrain_cuda_head_matrix dtrain_cuda_head_keys(const dtrain_attention_args *args,
                                                      const dtrain_cuda_heads *x, const void *data,
                                                      int64_t ld)
@@ -5305,11 +5294,11 @@ static dtrain_result dtrain_cuda_check_key_lengths(dtrain_device *device,
  * The first walk reads 4 bytes a score from memory (2 with a causal mask), the others find them in
  * cache; the third writes the U elements of P. A mask is read as often as the scores.
  *
- * P may be narrower than S and still take its place: a walk takes 128 scores at a time, all lanes
- * read theirs before one writes, and what is written lies at or before what was read.
+ * P can be narrower than S and still replace it: a walk takes 128 scores at a time, all lanes read
+ * their scores before one writes, and writes never pass reads.
  *
- * The maximum begins at the smallest number, not at -infinity: a row of which the mask hides all
- * has the sum 0 then, P 0 and lse +infinity. */
+ * The maximum begins at the smallest number, not at -infinity: a row hidden by the mask then has
+ * the sum 0, P 0 and lse +infinity. */
 
 struct dtrain_cuda_head_softmax {
     dtrain_cuda_heads heads;
@@ -5317,7 +5306,7 @@ struct dtrain_cuda_head_softmax {
     float *scores, *grads; /* grads: of the backward pass */
 };
 
-/* A row of scores, and what is added to it. */
+/* A row of scores, and the mask that is added to it. */
 struct dtrain_cuda_score_row {
     float *scores;
     const float *mask; /* or NULL */
@@ -5338,8 +5327,8 @@ static __device__ __forceinline__ dtrain_cuda_score_row dtrain_cuda_score_row_of
     return row;
 }
 
-/* Load 4 scores from j < limit on, less `from`; those from limit on are not to be used. What
- * rounding takes from the sum with a mask that does not hide is added to the difference. */
+/* Load 4 scores from j < limit on, minus `from`; scores from limit on are undefined. The rounding
+ * error of the sum with a mask that does not hide is added to the difference. */
 static __device__ __forceinline__ dtrain_cuda_pack<float>
 dtrain_cuda_score_row_load(const dtrain_cuda_score_row &row, int64_t j, float from)
 {
@@ -5556,8 +5545,8 @@ static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
     return dtrain_cuda_head_multiply(device, x, 0, 1, p, v, y, T, d, U, type, type);
 }
 
-/* Give the gradient of k or v, (U,d) = alpha A' (U,T) B (T,d) for each head, or the sum over heads
- * that share it, whose parts are made in scratch. */
+/* Make the gradient of k or v, (U,d) = alpha A' (U,T) B (T,d) for each head, or the sum over heads
+ * that share it, with parts in scratch. */
 static dtrain_result dtrain_cuda_head_keys_gradient(dtrain_device *device,
                                                     const dtrain_attention_args *args,
                                                     const dtrain_cuda_heads *x, float alpha,
@@ -5613,7 +5602,7 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
                                           args->k_stride);
 }
 
-/* Check the arguments and fill in what all passes share. */
+/* Check the arguments and fill in the members that all passes share. */
 static dtrain_result dtrain_cuda_heads_of(const dtrain_attention_args *args, dtrain_cuda_heads *x)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("attention", args->dtype));
@@ -5629,7 +5618,7 @@ static dtrain_result dtrain_cuda_heads_of(const dtrain_attention_args *args, dtr
     return DTRAIN_OK;
 }
 
-/* Choose how many heads a pass takes: those that share keys or, where none do, as many as the
+/* Choose the number of heads of a pass: heads that share keys or, if none do, as many as the
  * scratch holds with `matrices` (T,ld) each, evened out over the passes. */
 static int64_t dtrain_cuda_heads_together(const dtrain_cuda_heads *x,
                                           const dtrain_attention_args *args, int64_t ld,
@@ -5692,8 +5681,8 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
 
 /* Tiles of flash attention
  *
- * What the kernels of flash.cuh are made of: instructions of tensor cores, tiles in shared memory,
- * products of a warp's rows with a tile, masks. Head sizes are multiples of 16. */
+ * The parts of flash.cuh's kernels: instructions of tensor cores, tiles in shared memory, products
+ * of a warp's rows with a tile, masks. Head sizes are multiples of 16. */
 
 #include <math.h>
 
@@ -5711,8 +5700,8 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
  * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1.
  *
- * mma of this shape and cp.async came with Ampere. Code for older GPUs (DTRAIN_CUDA_BEFORE_AMPERE)
- * has none of them: dtrain_cuda_flash_takes keeps off. */
+ * mma of this shape and cp.async need Ampere. Code for older GPUs (DTRAIN_CUDA_BEFORE_AMPERE) has
+ * neither: dtrain_cuda_flash_takes refuses. */
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
 {
@@ -5811,9 +5800,9 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
 #endif
 }
 
-/* Return x as a value that the compiler knows nothing about, so that what is computed from it stays
- * inside a loop. Addresses in swizzled tiles take two instructions to compute; hoisted out of the
- * loop they would take the registers of the accumulators. */
+/* Return x as a value unknown to the compiler, so that computations from it stay inside a loop.
+ * Addresses in swizzled tiles take two instructions; hoisted out of the loop they would take the
+ * registers of the accumulators. */
 static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 {
 #ifndef DTRAIN_CUDA_EMULATION
@@ -5825,10 +5814,10 @@ static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 /* ---- Tiles --------------------------------------------------------------------------------------
  *
  * A tile (rows,HEAD) of halves is stored in chunks of 16 bytes. ldmatrix reads one chunk of each of
- * 8 consecutive rows at a time: these chunks have to lie in 8 different groups of 4 banks, that is,
- * their numbers must differ modulo 8. Rows of `chunks` chunks alone repeat after 8 / gcd(chunks, 8)
- * rows; exchanging chunks by XOR with the number of the repetition makes them differ, for every
- * even number of chunks. A static_assert checks it for each head size. */
+ * 8 consecutive rows at a time: these chunks must be in 8 different groups of 4 banks, that is,
+ * their numbers must differ modulo 8. Rows of `chunks` chunks repeat after 8 / gcd(chunks, 8) rows;
+ * XOR of the chunk number with the number of the repetition makes them differ, for every even
+ * number of chunks. A static_assert checks it for each head size. */
 
 template <int HEAD> static constexpr __host__ __device__ int dtrain_cuda_flash_swizzle(int row)
 {
@@ -5873,10 +5862,10 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
 }
 
 /* Load tile (ROWS,HEAD) = rows `first` and following of matrix (rows,HEAD), whose rows are `stride`
- * elements apart; rows behind its end become zeros. All threads take part; the tile is complete
+ * elements apart; rows after its end become zeros. All threads take part; the tile is complete
  * after dtrain_cuda_copy_wait and a barrier. A thread copies one column in steps of 8, 16 or 32
- * rows, which leave the swizzle alone: one address is computed, the rest are constants. Head sizes
- * 80 and 96 leave a third of the threads idle for that. */
+ * rows, which do not change the swizzle: one address is computed, the other offsets are constants.
+ * With head sizes 80 and 96 a third of the threads is idle. */
 template <int HEAD, int ROWS, typename Storage, typename Half>
 static __device__ __forceinline__ void dtrain_cuda_flash_load(dtrain_cuda_pack<Half> *tile,
                                                               const Storage *matrix, int stride,
@@ -6002,9 +5991,9 @@ dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
     }
 }
 
-/* Set s to -infinity where the query may not see the key. The warp's first query and key are given.
- * With QUERY_ROWS the rows of s are queries and its columns keys, else the other way round. Most
- * tiles need no mask and return at once. */
+/* Set s to -infinity where the query does not see the key. The warp's first query and key are
+ * given. With QUERY_ROWS the rows of s are queries and its columns keys, else the other way round.
+ * Most tiles need no mask and return at once. */
 template <bool QUERY_ROWS, int M, int N>
 static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4], int query,
                                                               int key, bool causal, int keys)
@@ -6032,9 +6021,9 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
  * causal with T = U. A block stops at the key length of its batch element.
  * Bytes moved: each of q, k, v, y once from memory, and once for each tile from the L2 cache.
  *
- * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them for each warp, and
- * streams tiles of the other side past them. Everything of queries x keys stays in registers:
- * the accumulators of a product have just the layout that the A operand of the next one needs.
+ * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 for each warp, and streams
+ * tiles of the other side. All values of queries x keys stay in registers: the accumulators of a
+ * product have the layout of the next product's A operand.
  *
  *                    own rows     streamed       in registers, per warp
  *     forward        Q            K, V           S = Q K^T       y  += P V
@@ -6042,18 +6031,18 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
  *     backward, 2    Q, dY        K, V           S = Q K^T       dQ += dS K
  *
  * with P = softmax(S), dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels
- * are one template, read by columns and by rows. Both compute S and dP: 7 products where a single
- * kernel would need 5. But a single kernel has to add up dQ across blocks, either by floating-point
- * atomics, whose order changes from run to run, or through U / 64 partial sums of dQ in memory.
- * Determinism costs at most 7/5 of the backward arithmetic.
+ * are one template, read by columns and by rows. Both compute S and dP: 7 products instead of the 5
+ * of a single kernel. But a single kernel would have to sum dQ across blocks, either by
+ * floating-point atomics, whose order changes from run to run, or through U / 64 partial sums of dQ
+ * in memory. Determinism costs at most 7/5 of the backward arithmetic.
  *
- * Where several heads of queries share a head of keys and values, the first backward kernel, whose
- * blocks own keys, streams the queries of all heads that share them, one head after the other.
+ * If several heads of queries share a head of keys and values, the first backward kernel, whose
+ * blocks own keys, streams the queries of these heads, one head after the other.
  *
  * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
  * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
- * rows the loads are the limit; with 32 they are half of it. Registers of a thread (limit 255, two
- * blocks per SM):
+ * rows the loads are the limit; with 32 they take half the time. Registers of a thread (limit 255,
+ * two blocks per SM):
  *
  *     forward, head 128      y 128 + S 64                    Q is read again from shared memory
  *     forward, head 64       y 64 + S 64 + Q 32              Q stays in registers
@@ -6128,13 +6117,13 @@ dtrain_cuda_flash_work_of(const dtrain_cuda_flash_order &order, bool last_is_hea
     return work;
 }
 
-/* Two matrices whose rows go together, of one head: K and V, Q and dY, or their gradients. */
+/* Two matrices of one head with the same rows: K and V, Q and dY, or their gradients. */
 template <typename Storage> struct dtrain_cuda_flash_side {
     Storage *a, *b; /* NULL: not there */
     int a_stride, b_stride, rows;
 };
 
-/* Describe the rows of the block's keys, or of its queries, in a and b. */
+/* Describe the rows of the block's keys or queries in a and b. */
 template <bool KEYS, typename Storage>
 static __device__ __forceinline__ dtrain_cuda_flash_side<Storage>
 dtrain_cuda_flash_side_of(const dtrain_attention_args &args, const dtrain_cuda_flash_work &work,
@@ -6162,7 +6151,7 @@ dtrain_cuda_flash_keys_of(const dtrain_attention_args &args, const dtrain_cuda_f
     return keys;
 }
 
-/* Load a tile of each of the two, one behind the other. */
+/* Load a tile of each matrix, the second after the first. */
 template <int HEAD, int ROWS, typename Half, typename Storage>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_load_side(dtrain_cuda_pack<Half> *tiles,
@@ -6181,9 +6170,9 @@ dtrain_cuda_flash_load_side(dtrain_cuda_pack<Half> *tiles,
  *     products         S = Q K0   softmax, y += P V0   S = Q K1 ...
  *     barriers      |           |                    |          |
  *
- * Rows behind the end of the sequence are zeros in the tiles and are not stored. Keys go upwards
- * from 0, which every query may see if there is one: the running maximum is finite after the first
- * tile if the scores are. A batch element of key length 0 has no tile, and sums of 0. */
+ * Rows after the end of the sequence are zeros in the tiles and are not stored. Keys ascend from
+ * key 0, which every query sees: the running maximum is finite after the first tile if the scores
+ * are. A batch element of key length 0 has no tile, and sums of 0. */
 
 template <int HEAD> struct dtrain_cuda_flash_forward_shape {
     static constexpr int m = 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -6224,9 +6213,9 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
     }
 }
 
-/* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
- * exponentials, and its rest. The backward needs no rest: this kernel takes no masks, and scores in
- * the tens of thousands, which would need it, are rounded by far more as halves. */
+/* Divide y by the sum; the first lane of each row stores lse, the log of the sum of exponentials,
+ * and its rest. Backward needs no rest: this kernel takes no masks, and scores in the tens of
+ * thousands, which would need it, lose far more when rounded to halves. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
@@ -6306,7 +6295,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         if (seen) dtrain_cuda_flash_accumulate<HEAD>(sums, p, v_tile);
     }
     dtrain_cuda_copy_wait(); /* where there was no key */
-    /* Where the block writes is computed again: in the loop there is no register to keep it in. */
+    /* compute the output address again: the loop has no free register for it */
     const dtrain_cuda_flash_work own_work =
         dtrain_cuda_flash_work_of<HEAD, false>(order, args.causal);
     const dtrain_cuda_flash_side<Storage> y = dtrain_cuda_flash_side_of<false>(
@@ -6357,9 +6346,9 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_args args, 
  * streamed pair of tiles has two buffers: one barrier for each tile, after which the new buffer is
  * complete and the old one is free.
  *
- * The statistics of a tile of queries lie in shared memory beside it: with KEYS in two buffers,
- * fetched one tile ahead, one number for each thread. Behind the end of the sequence they are
- * infinity and 0, which make P and dS zero. */
+ * The statistics of a tile of queries are also in shared memory: with KEYS in two buffers, fetched
+ * one tile ahead, one number for each thread. After the end of the sequence they are infinity and
+ * 0, which make P and dS zero. */
 
 template <int HEAD, bool KEYS> struct dtrain_cuda_flash_backward_shape {
     static constexpr int m = KEYS && HEAD > 64 ? 1 : 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -6426,13 +6415,12 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     side other = KEYS ? queries : keys; /* what is streamed */
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
-    /* In a causal mask a key is seen from its own query on, a query sees up to its own key. Keys
-     * that do not count are seen by nobody. */
+    /* With a causal mask a query sees keys up to its own. No query sees keys that do not count. */
     const int begin = args.causal && KEYS ? first : 0;
     const int end = KEYS          ? (first < keys.rows ? queries.rows : 0)
                     : args.causal ? min(keys.rows, first + shape::rows)
                                   : keys.rows;
-    /* Tiles that this warp sees: with KEYS those from `seen` on, else those before it. */
+    /* This warp sees the tiles from `seen` on (KEYS), or before it. */
     const int seen = KEYS ? (args.causal ? row - width + 1 : 0) : args.causal ? row + 16 * M : end;
     const int number = threadIdx.x % (2 * width); /* of a statistic; some threads fetch the same */
     statistics += 2 * work.pair * args.queries;
@@ -6449,7 +6437,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     int buffer = 0, left = KEYS ? (int)order.sharing - 1 : 0, next; /* left: heads of queries */
     for (int at = begin; at < end; at = next, buffer ^= 1) {
         next = at + width;
-        /* Behind the last query of a head come those of the next head that shares the keys. */
+        /* after the last query of a head follows the next head that shares the keys */
         if (KEYS && next >= end && left > 0)
             left--, next = begin, other.a += HEAD, other.b += HEAD, statistics += 2 * queries.rows;
         const dtrain_cuda_pack<Half> *tiles = streamed + buffer * 2 * tile;
@@ -6559,7 +6547,7 @@ static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, int64_t he
     }
 }
 
-/* Args is the argument struct of forward or backward, `forward` what both have. */
+/* Args is the argument struct of forward or backward, `forward` their common part. */
 template <typename Args>
 static dtrain_result dtrain_cuda_flash(dtrain_device *device, const dtrain_attention_args *forward,
                                        const Args *args)
@@ -6582,8 +6570,8 @@ static bool dtrain_cuda_flash_rows(const void *matrix, int64_t stride)
 /* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: a mask, other
  * head sizes, fp32 arithmetic, rows that do not begin at multiples of 16 bytes, GPUs before Ampere
  * or code for them, little shared memory, numbers of rows or columns whose products inside a tile
- * may not fit 32 bits, and heads of queries that cannot share those of keys equally: an error
- * there. */
+ * can exceed 32 bits, and heads of queries that cannot share heads of keys equally, which is an
+ * error. */
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state,
                                     const dtrain_attention_args *args)
 {
@@ -6641,9 +6629,9 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * among equals the lowest are taken.
  *
  * The side buffer has room for k + count/8 + 4096 candidates. A bucket of digit 0 is an eighth of
- * an octave: no more than 6 % of normally distributed numbers. If the candidates do not fit all the
- * same (all magnitudes equal), gather stores nothing, and narrow, count and write read the elements
- * themselves: same result, three more reads.
+ * an octave: no more than 6 % of normally distributed numbers. If the candidates do not fit (all
+ * magnitudes equal), gather stores nothing, and narrow, count and write read the elements: same
+ * result, three more reads.
  *
  * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for
  * each candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes for each candidate
@@ -6690,14 +6678,13 @@ static __device__ __forceinline__ unsigned dtrain_cuda_magnitude(float x)
     return bits > 0x7f800000u ? 0x7fffffffu : bits;
 }
 
-/* Give the bit at which digit `level` begins; the prefix made of the digits before it lies
- * above. */
+/* Return the lowest bit of digit `level`; earlier digits are above it. */
 static __device__ __forceinline__ constexpr int dtrain_cuda_topk_shift(int level)
 {
     return 20 - 10 * level;
 }
 
-/* Load elements [at, at + 4), with 0 for those at and behind `end`. */
+/* Load elements [at, at + 4), with 0 for elements from `end` on. */
 static __device__ __forceinline__ dtrain_cuda_pack<float>
 dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
 {
@@ -6708,7 +6695,7 @@ dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
     return four;
 }
 
-/* Store elements [at, at + 4), without those at and behind `end`. */
+/* Store elements [at, at + 4), without elements from `end` on. */
 static __device__ __forceinline__ void dtrain_cuda_store_four(float *to, unsigned at, unsigned end,
                                                               bool wide,
                                                               const dtrain_cuda_pack<float> &four)
@@ -6905,8 +6892,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- The candidates ---------------------------------------------------------------------------*/
 
-/* The pool of candidates, in order of their indices: the side buffer, or the elements themselves
- * where that was too small. */
+/* The candidates, in order of their indices: the side buffer, or all elements if it was too small.
+ */
 struct dtrain_cuda_topk_pool {
     const float *values;
     const int32_t *indices; /* NULL: an element's index is its place */
@@ -7162,7 +7149,7 @@ static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
  *     columns_fold    one thread a column adds the shares up, in order
  *     columns_each    y, or d_x: no sums
  *
- * Shares depend on rows and n alone, and so do the bits. Memory is the limit: forward reads x twice
+ * Shares, and so the bits, depend only on rows and n. Memory is the limit: forward reads x twice
  * and writes y, backward reads x, d_y and, for ReLU, y twice and writes d_x. */
 
 #include <math.h>
@@ -7174,7 +7161,7 @@ enum {
     DTRAIN_CUDA_COLUMN_SHARES = 256 /* at most */
 };
 
-/* How (rows, n) is cut into blocks. */
+/* The cut of (rows, n) into blocks. */
 struct dtrain_cuda_column_grid {
     int64_t rows, n, share; /* share: rows of a block */
     int64_t tiles, shares;
@@ -7192,7 +7179,7 @@ static dtrain_cuda_column_grid dtrain_cuda_column_cut(int64_t rows, int64_t n)
     return grid;
 }
 
-/* Where a thread is: its column, which may be beyond the last, and its rows. */
+/* The position of a thread: its column, which can be beyond the last, and its rows. */
 struct dtrain_cuda_column_place {
     int64_t column, first, last;
     int lane, row_lane;
@@ -7310,7 +7297,7 @@ template <typename T>
 static dtrain_result dtrain_cuda_moments_as(dtrain_device *device,
                                             const dtrain_batchnorm_moments_args *args)
 {
-    const dtrain_cuda_moments_op<T> op = {(const T *)args->x, args->part, args->rows, args->n};
+    const dtrain_cuda_moments_op<T> op = {(const T *)args->x, args->sums, args->rows, args->n};
     return dtrain_cuda_columns_sum(device, "batchnorm, moments", op, args->rows, args->n);
 }
 
@@ -7391,7 +7378,7 @@ static dtrain_result dtrain_cuda_batchnorm(dtrain_device *device, const dtrain_b
 
 /* ---- Backward ---------------------------------------------------------------------------------*/
 
-/* d_y act'; ReLU's output is positive where its input is. */
+/* Return d_y act'. ReLU's output is positive exactly if its input is. */
 template <typename T>
 static __device__ __forceinline__ float
 dtrain_cuda_batchnorm_slope(uint32_t activation, const void *d_y, const void *y, int64_t at)
@@ -7478,12 +7465,11 @@ static dtrain_result dtrain_cuda_batchnorm_backward(dtrain_device *device,
  *     input gradient     rows: pixels of x     k: taps and channels of y
  *     weight gradient    rows: taps and channels of x    k: pixels of y, in parts
  *
- * The parts of a weight gradient follow from the shapes, and another kernel adds them up in order:
- * the bits do not depend on timing. With a stride the input gradient takes taps that are not there
- * as zeros, which costs stride^2 times the products of a GPU library; the CPU device skips them.
+ * The parts of a weight gradient depend only on the shapes, and another kernel adds them in order:
+ * the bits do not depend on timing. With a stride the input gradient multiplies missing taps as
+ * zeros, stride^2 times the products of a GPU library; the CPU device skips them.
  *
- * Bytes: x, y and weight once, as far as the caches hold the windows that overlap. All arithmetic
- * is fp32. */
+ * Bytes: x, y and weight once, if the caches hold overlapping windows. All arithmetic is fp32. */
 
 enum {
     DTRAIN_CUDA_CONV_M = 64,
@@ -7509,7 +7495,7 @@ struct dtrain_cuda_conv {
     bool accumulate;
 };
 
-/* A pixel that windows are counted by. */
+/* A pixel that identifies a window. */
 struct dtrain_cuda_site {
     int64_t image; /* the first pixel of its image, in the one that is fetched from */
     int y, x;
@@ -7531,7 +7517,7 @@ static __device__ __forceinline__ dtrain_cuda_site dtrain_cuda_site_of(const dtr
     return site;
 }
 
-/* Return the pixel under a tap, of x or, for the input gradient, of d_y; -1: there is none. */
+/* Return the pixel under a tap, of x or, for the input gradient, of d_y; -1: none. */
 template <int Kind>
 static __device__ __forceinline__ int64_t dtrain_cuda_pixel(const dtrain_windows2d &w,
                                                             const dtrain_cuda_site &site, int tap)
@@ -7833,9 +7819,9 @@ static dtrain_result dtrain_cuda_conv2d_backward(dtrain_device *device,
 
 /* Pooling: maximum and average of windows
  *
- * A thread makes an element of y, or of d_x: backward it adds up what the windows send that contain
- * its pixel, in order, so there are no atomics. Memory bandwidth is the limit: x and y once, and an
- * index of 4 bytes for each maximum. */
+ * A thread makes an element of y or of d_x: backward sums the gradients of the windows that contain
+ * the pixel, in order, without atomics. Memory bandwidth is the limit: x and y once, and an index
+ * of 4 bytes for each maximum. */
 
 #include <math.h>
 

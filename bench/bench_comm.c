@@ -117,7 +117,6 @@ static dtrain_strategy_desc strategy_desc(const method *m)
     dtrain_strategy_desc desc = {0};
     desc.no_overlap = !m->overlap;
     desc.bucket_bytes = m->bucket_bytes;
-    desc.first_bucket_bytes = m->bucket_bytes < ONE_BUCKET ? MIB : m->bucket_bytes;
     desc.reduce_dtype = m->reduce_dtype;
     desc.hierarchical = m->hierarchical;
     return desc;
@@ -620,7 +619,7 @@ static int launch_shape(job *j)
     memset(&desc, 0, sizeof desc);
     desc.rank_count = (uint32_t)(j->at.nodes * j->at.node_ranks);
     desc.threads_per_rank = 1;
-    desc.log_level = DTRAIN_LOG_ERROR;
+    desc.options.log_level = DTRAIN_LOG_ERROR;
     emulate_links(&desc, j->at.node_ranks, 1e6, 0);
     if (dtrain_launch(&desc, rank_main, j, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "bench_comm: %s\n", dtrain_last_error());

@@ -1,5 +1,5 @@
 /* bf16_arrays.c: a program whose weights and gradients are arrays of bf16. Gradients add up in fp32, and AdamW updates
- * fp32 master copies, which are rounded into the program's weights.
+ * fp32 master copies, which it rounds into the program's weights.
  *
  *   build:   cc -O2 -I. examples/bf16_arrays.c -o bf16_arrays -lm -lpthread
  *   run:     ./bf16_arrays              two ranks; ./bf16_arrays 5 starts five
@@ -9,8 +9,8 @@
  *     step 300  loss 0.0009  gradient norm 0.079
  *     weight 0.29688 in bf16, 0.29767 in its master copy; truth 0.3
  *
- * On a GPU the arrays are device memory, and the program's kernels run on the device's stream. With full_shard leave
- * typed_value NULL too: dtrain_strategy_gather makes it whole, and desc.param_dtype = DTRAIN_DTYPE_BF16 sends half as
+ * On a GPU the arrays are device memory, and the program's kernels run on the device's stream. Under FULL_SHARD leave
+ * typed_value NULL too: dtrain_strategy_gather sets it, and desc.param_dtype = DTRAIN_DTYPE_BF16 sends half as
  * many bytes. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -28,7 +28,7 @@ enum { IN = 8, BATCH = 16, STEPS = 300 };
 static float widen(uint16_t x) { return dtrain_half_to_f32(DTRAIN_DTYPE_BF16, x); }
 static uint16_t narrow(float x) { return dtrain_half_from_f32(DTRAIN_DTYPE_BF16, x); }
 
-/* Make the gradient of a batch of this rank's own; return its loss. The truth is 0.3, 1.3, 2.3, ... */
+/* Write the gradient of this rank's batch and return its loss. The truth is 0.3, 1.3, 2.3, ... */
 static float learn(const uint16_t *weight, uint16_t *grad, int rank, int step)
 {
     float loss = 0, sums[IN] = {0};
@@ -63,8 +63,8 @@ static int train(dtrain_world *world, void *user)
         float loss = learn(weight, grad, rank, step);
         CHECK(dtrain_strategy_ready(ddp, 0));
         CHECK(dtrain_strategy_finish(ddp)); /* grad is now the mean over all ranks, in bf16 */
-        CHECK(dtrain_grad_norm(ddp, NULL, 10, &norm, &scale)); /* of the mean in fp32 */
-        CHECK(dtrain_optimizer_step(optimizer, 0.05f, scale)); /* weight is rounded anew */
+        CHECK(dtrain_grad_norm(ddp, NULL, 10, &norm, &scale)); /* computed in fp32 */
+        CHECK(dtrain_optimizer_step(optimizer, 0.05f, scale)); /* rounds the masters into weight */
         if (step % 100) continue;
         CHECK(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_MEAN, NULL));

@@ -1,4 +1,4 @@
-/* cnn.c: a convolutional network on the tape, with data parallelism and a training loop of its own: the step between
+/* cnn.c: a convolutional network on the tape, with data parallelism and its own training loop. It stands between
  * mlp.c and resnet_cifar.c, which has photographs, batch normalisation and the trainer.
  *
  *   build:   cc -O2 -I. examples/cnn.c -o cnn -lm -lpthread
@@ -7,8 +7,8 @@
  *     step 100  loss 2.092  test accuracy 39.8 %
  *     step 600  loss 0.098  test accuracy 97.5 %
  *
- * A step takes 64 images, divided among the ranks, and averages gradients: ./cnn 1 learns the same, but for rounding,
- * and ends with 97.9 %. For strategies that shard parameters, make each layer a unit, as mlp.c does. */
+ * A step takes 64 images, divided among the ranks, and averages gradients: ./cnn 1 learns the same, except for
+ * rounding, and ends with 97.9 %. For strategies that shard parameters, make each layer a unit, as mlp.c does. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -24,7 +24,8 @@
 enum { SIDE = 32, PIXELS = SIDE * SIDE, CLASSES = 10, BATCH = 64, CONVS = 3, PARAMS = CONVS + 2 };
 enum { STEPS = 600, SHOW = 100, TESTS = 16, HELD_OUT = STEPS * BATCH }; /* no step draws these */
 
-/* Draw images (count, 32, 32) from number `first` on: somewhere, in noise, a digit: 5 rows of 3 dots (octal below). */
+/* Draw images (count, 32, 32), beginning with number `first`: a digit of 5 rows of 3 dots (octal below) at a random
+ * place in noise. */
 static void draw(int64_t first, int64_t count, float *x, int32_t *labels)
 {
     static const int digits[CLASSES] = {075557, 026227, 071747, 071717, 055711,
@@ -43,7 +44,7 @@ static void draw(int64_t first, int64_t count, float *x, int32_t *labels)
     }
 }
 
-/* Turn images into logits (batch, 10): each layer halves height and width, to 4 x 4 in the end. */
+/* Turn images into logits (batch, 10). Each layer halves height and width; the last one leaves 4 x 4. */
 static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const float *x, int64_t batch)
 {
     const int64_t images[4] = {batch, SIDE, SIDE, 1}, rows[2] = {batch, -1};
@@ -66,9 +67,9 @@ static int train(dtrain_world *world, void *user)
                                    {.name = "conv2.weight", .shape = {32, 16, 3, 3}},
                                    {.name = "conv3.weight", .shape = {64, 32, 3, 3}},
                                    {.name = "fc.weight", .shape = {CLASSES, 64 * 4 * 4}},
-                                   {.name = "fc.bias", .shape = {CLASSES}}}; /* begins with zeros */
+                                   {.name = "fc.bias", .shape = {CLASSES}}}; /* starts at zero */
     for (int i = 0; i < PARAMS - 1; i++) {
-        params[i].init = DTRAIN_INIT_NORMAL; /* He et al., 2015; the classifier begins smaller */
+        params[i].init = DTRAIN_INIT_NORMAL; /* He et al., 2015; the classifier starts smaller */
         params[i].init_scale = i < CONVS ? sqrtf(2.0f / (float)(9 * params[i].shape[1])) : 0.01f;
     }
     float x[BATCH * PIXELS], logits[BATCH * CLASSES], loss, sums[2] = {0, 0}; /* loss, per cent */
@@ -116,7 +117,7 @@ static int train(dtrain_world *world, void *user)
 
 int main(int argc, char **argv)
 {
-    dtrain_launch_desc desc = {.default_rank_count = 2}; /* under torchrun, mpirun or srun theirs */
+    dtrain_launch_desc desc = {.default_rank_count = 2}; /* without torchrun, mpirun or srun */
     if (argc > 1 && (desc.rank_count = (uint32_t)strtoul(argv[1], NULL, 10)) == 0)
         return fprintf(stderr, "usage: cnn [RANKS], not \"%s\"\n", argv[1]), 2;
     if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;

@@ -16,7 +16,7 @@
  *     500 losses and the parameters are equal, bit for bit
  *
  * A layer is a unit: its parameters are whole only between gather and release, so at most two
- * layers are whole at a time, the one that computes and the one that is fetched meanwhile.
+ * layers are whole at a time: the layer that computes, and the next one, which is being gathered.
  *
  *     forward    gather(0) layer 0 release(0)   gather(1) layer 1 release(1)   ...
  *     backward   ... gather(1) layer 1: ready(weight) ready(bias) release(1)   gather(0) ...
@@ -138,7 +138,8 @@ static int forward_backward(dtrain_strategy *strategy, const dtrain_param *param
     return 0;
 }
 
-/* Gradient descent with momentum on this rank's shards. velocity has as many elements as they. */
+/* Gradient descent with momentum on this rank's shards. velocity has as many elements as the
+ * shards. */
 static int update(dtrain_strategy *strategy, float *velocity)
 {
     const dtrain_shard *shards;
@@ -153,8 +154,8 @@ static int update(dtrain_strategy *strategy, float *velocity)
     return 0;
 }
 
-/* Train from the same initial values under a strategy; losses (STEPS) are the mean over the ranks,
- * *hash is that of all parameters at the end. */
+/* Train from the same initial values under a strategy; losses (STEPS) are means over the ranks,
+ * and *hash is the hash of all parameters at the end. */
 static int train(dtrain_world *world, uint32_t kind, float *losses, uint64_t *hash)
 {
     const int rank = dtrain_world_rank(world);

@@ -1,5 +1,5 @@
-/* gpt.c: a GPT of about 0.8 million parameters learns a text byte by byte, with the trainer: model,
- * data and settings are the program's, the training step is the library's.
+/* gpt.c: a GPT of about 0.8 million parameters learns a text byte by byte, with the trainer: model
+ * (gpt_model.h), data (text.h) and settings are the program's, the training step is the library's.
  *
  *   build:   cc -O2 -I. examples/gpt.c -o gpt -lm -lpthread
  *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/gpt.c dtrain_cuda.cu -lcublasLt -o gpt
@@ -21,141 +21,17 @@
  * before eighteen." The last digits depend on the processor's instruction set.
  *
  * --strategy changes where parameters, gradients and AdamW's state live, and nothing else: the
- * losses are the same. --tensor cuts what the table of parameters marks (`cut`) over so many ranks,
- * and the other ranks are replicas: the text of the model stays what it is, and so do the losses, to
- * rounding. tools/train_gpt is the same program with everything that can be set. */
+ * losses are the same. --tensor divides the parameters with a mark (`cut`) in their table over so many
+ * ranks, and the other ranks are replicas: the model's text stays the same, and the losses differ only
+ * by rounding. tools/train_gpt is the same program with everything that can be set. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "examples/gpt_model.h"
+
 #include <ctype.h>
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
-enum { LAYERS = 4, HEADS = 4, CHANNELS = 128, SEQ = 64, VOCAB = 256, SAMPLE = 300 };
-
-/* ---- model: GPT-2's layout, output weights tied to the token embedding ------------------- */
-
-enum { WTE, WPE, BLOCKS, BLOCK = 12, LNF_W = BLOCKS + LAYERS * BLOCK, LNF_B, HEAD, PARAMS };
-enum { LN1_W, LN1_B, QKV_W, QKV_B, PROJ_W, PROJ_B, LN2_W, LN2_B, FC_W, FC_B, OUT_W, OUT_B };
-
-/* How ranks of a tensor axis may share a parameter (--tensor): by its rows, which are outputs, or its
- * columns, inputs; q|k|v, and what reads their heads, in whole heads. */
-enum { WHOLE, ROWS, COLUMNS, QKV_ROWS, HEAD_COLUMNS };
-static const dtrain_cut cuts[] = {
-    [ROWS] = {.axis = DTRAIN_CUT_ROWS},
-    [COLUMNS] = {.axis = DTRAIN_CUT_COLUMNS},
-    [QKV_ROWS] = {.axis = DTRAIN_CUT_ROWS, .components = 3, .parts = HEADS},
-    [HEAD_COLUMNS] = {.axis = DTRAIN_CUT_COLUMNS, .parts = HEADS},
-};
-
-/* The parameters of a block: shapes in multiples of CHANNELS; 0 columns: a vector. */
-static const struct {
-    const char *name;
-    int rows, columns, cut;
-} block[BLOCK] = {
-    {"ln1.weight", 1, 0, WHOLE},         {"ln1.bias", 1, 0, WHOLE},
-    {"qkv.weight", 3, 1, QKV_ROWS},      {"qkv.bias", 3, 0, QKV_ROWS},
-    {"proj.weight", 1, 1, HEAD_COLUMNS}, {"proj.bias", 1, 0, WHOLE},
-    {"ln2.weight", 1, 0, WHOLE},         {"ln2.bias", 1, 0, WHOLE},
-    {"fc.weight", 4, 1, ROWS},           {"fc.bias", 4, 0, ROWS},
-    {"out.weight", 1, 4, COLUMNS},       {"out.bias", 1, 0, WHOLE},
-};
-
-typedef struct model {
-    dtrain_param params[PARAMS]; /* in forward order */
-    char names[PARAMS][32];
-} model;
-
-/* Matrices start as N(0, scale^2), vectors as the constant scale. A unit is what sharded strategies
- * gather at a time: the embeddings, each block, and the end. */
-static void declare(model *m, int index, int unit, const char *name, int64_t rows, int64_t columns,
-                    float scale)
-{
-    dtrain_param *p = &m->params[index];
-    snprintf(m->names[index], sizeof m->names[index], "%d.%s", unit, name);
-    p->name = m->names[index];
-    p->unit = (uint32_t)unit;
-    p->shape[0] = rows;
-    p->shape[1] = columns;
-    p->init = columns ? DTRAIN_INIT_NORMAL : DTRAIN_INIT_CONSTANT;
-    p->init_scale = scale;
-}
-
-static void declare_model(model *m)
-{
-    const float narrow = 0.02f / sqrtf(2.0f * LAYERS); /* for what adds to the residual stream */
-    memset(m, 0, sizeof *m);
-    declare(m, WTE, 0, "wte", VOCAB, CHANNELS, 0.02f);
-    declare(m, WPE, 0, "wpe", SEQ, CHANNELS, 0.02f);
-    for (int l = 0; l < LAYERS; l++)
-        for (int i = 0; i < BLOCK; i++) {
-            float scale = i == PROJ_W || i == OUT_W ? narrow : 0.02f;
-            if (!block[i].columns) scale = i == LN1_W || i == LN2_W ? 1 : 0;
-            declare(m, BLOCKS + l * BLOCK + i, l + 1, block[i].name, block[i].rows * CHANNELS,
-                    block[i].columns * CHANNELS, scale);
-            m->params[BLOCKS + l * BLOCK + i].cut = cuts[block[i].cut];
-        }
-    declare(m, LNF_W, LAYERS + 1, "lnf.weight", CHANNELS, 0, 1);
-    declare(m, LNF_B, LAYERS + 1, "lnf.bias", CHANNELS, 0, 0);
-    declare(m, HEAD, LAYERS + 1, "head", 0, 0, 0);
-    m->params[HEAD].alias_of = &m->params[WTE];
-    m->params[WTE].cut = cuts[ROWS]; /* the vocabulary, and so that of the loss */
-}
-
-/* tokens (batch, SEQ) -> logits (batch * SEQ, VOCAB) */
-static dtrain_tensor *forward(dtrain_tape *t, model *m, const int32_t *tokens, int64_t batch)
-{
-    const int64_t shape[2] = {batch, SEQ};
-    const dtrain_attention_desc causal = {.sequence = SEQ, .heads = HEADS, .causal = true};
-    dtrain_param *p = m->params;
-    dtrain_tape_unit(t, 0);
-    dtrain_tensor *x = dtrain_embedding(
-        t, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false), &p[WTE], &p[WPE]);
-    for (int l = 0; l < LAYERS; l++) {
-        dtrain_tape_unit(t, (uint32_t)l + 1);
-        p = m->params + BLOCKS + l * BLOCK;
-        dtrain_tensor *h =
-            dtrain_layernorm(t, x, NULL, &p[LN1_W], &p[LN1_B], 1e-5f); /* (batch * SEQ, C) */
-        h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE); /* (.., 3 C) */
-        h = dtrain_attention(t, h, NULL, NULL, &causal);                       /* (.., C) */
-        x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
-        h = dtrain_layernorm(t, x, NULL, &p[LN2_W], &p[LN2_B], 1e-5f);
-        h = dtrain_linear(t, h, &p[FC_W], &p[FC_B], DTRAIN_ACTIVATION_GELU); /* (.., 4 C) */
-        x = dtrain_add(t, x, dtrain_linear(t, h, &p[OUT_W], &p[OUT_B], DTRAIN_ACTIVATION_NONE));
-    }
-    p = m->params;
-    dtrain_tape_unit(t, LAYERS + 1);
-    x = dtrain_layernorm(t, x, NULL, &p[LNF_W], &p[LNF_B], 1e-5f);
-    return dtrain_linear(t, x, &p[HEAD], NULL, DTRAIN_ACTIVATION_NONE);
-}
-
-/* ---- what the trainer calls: the next batch, and its loss -------------------------------- */
-
-typedef struct batch {
-    model *m;
-    dtrain_loader *loader;
-    int64_t count;
-    int32_t *inputs, *targets; /* (count, SEQ): the targets are the inputs one byte later */
-} batch;
-
-static dtrain_result next_batch(void *user)
-{
-    batch *b = user;
-    return dtrain_loader_next(b->loader, b->inputs, b->targets);
-}
-
-static dtrain_tensor *loss(dtrain_tape *t, void *user)
-{
-    batch *b = user;
-    const int64_t rows = b->count * SEQ;
-    dtrain_tensor *logits = forward(t, b->m, b->inputs, b->count);
-    return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false), 0, 0);
-}
-
-/* ---- training ---------------------------------------------------------------------------- */
+enum { SAMPLE = 300 };
 
 typedef struct settings {
     const char *data;
@@ -165,15 +41,8 @@ typedef struct settings {
     float lr;
 } settings;
 
-/* End this rank when a call fails. dtrain_launch then ends the others, and its own error quotes the
- * sentence of this one; the memory of a rank goes with its process. */
-#define CHECK(call)                        \
-    do {                                   \
-        if ((call) != DTRAIN_OK) return 1; \
-    } while (0)
-
-/* Draw bytes after a newline, each from a forward pass over those before it. All ranks draw the
- * same ones, because sharded parameters, and logits, are gathered by all ranks together. */
+/* Draw bytes after a newline, each from a forward pass over the bytes before it. All ranks draw the
+ * same bytes, because all ranks gather sharded parameters and logits together. */
 static int sample(dtrain_tape *t, model *m, uint32_t tape_flags, bool print)
 {
     static float logits[SEQ * VOCAB];
@@ -200,37 +69,6 @@ static int sample(dtrain_tape *t, model *m, uint32_t tape_flags, bool print)
     return 0;
 }
 
-/* The data without --data: lines such as "seven comes before eight.", with numbers drawn at random. */
-typedef struct lines {
-    char text[120000];
-    size_t length;
-} lines;
-
-static void make_lines(lines *made)
-{
-    static const char *const word[] = {"zero",    "one",     "two",       "three",    "four",
-                                       "five",    "six",     "seven",     "eight",    "nine",
-                                       "ten",     "eleven",  "twelve",    "thirteen", "fourteen",
-                                       "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"};
-    made->length = 0;
-    for (uint64_t line = 0; made->length + 40 < sizeof made->text; line++) {
-        const int n = (int)(19 * dtrain_random_uniform(7, 0, line));
-        made->length += (size_t)snprintf(made->text + made->length, 40, "%s comes before %s.\n",
-                                         word[n], word[n + 1]);
-    }
-}
-
-/* A dtrain_read_fn: the bytes are the tokens. */
-static dtrain_result read_lines(void *user, int64_t first, int64_t count, void *items,
-                                int32_t *labels)
-{
-    const lines *made = user;
-    int32_t *tokens = items;
-    (void)labels;
-    for (int64_t i = 0; i < count; i++) tokens[i] = made->text[first + i];
-    return DTRAIN_OK;
-}
-
 /* Every rank runs this function. */
 static int train(dtrain_world *world, void *user)
 {
@@ -238,7 +76,7 @@ static int train(dtrain_world *world, void *user)
     const bool first = dtrain_world_rank(world) == 0;
     const size_t tokens = (size_t)s->batch * SEQ;
     model m;
-    batch learn = {.m = &m, .count = s->batch}, held_out;
+    batch learn = {.m = &m}, held_out;
     dtrain_mesh *mesh;
     dtrain_dataset *text;
     dtrain_strategy *strategy;
@@ -248,14 +86,7 @@ static int train(dtrain_world *world, void *user)
 
     const dtrain_mesh_desc axes = {.tensor = s->tensor}; /* the rest is the data axis */
     CHECK(dtrain_mesh_create(world, &axes, &mesh));
-    static lines made;
-    dtrain_dataset_desc source = {.path = s->data, .format = DTRAIN_DATA_BYTES};
-    if (!s->data) {
-        make_lines(&made);
-        source = (dtrain_dataset_desc){
-            .read = read_lines, .user = &made, .item_count = (int64_t)made.length};
-    }
-    CHECK(dtrain_dataset_open(world, &source, &text));
+    CHECK(open_text(world, s->data, DTRAIN_DATA_BYTES, 0, &text));
     dtrain_dataset_info info;
     dtrain_dataset_query(text, &info);
     const int64_t all = info.item_count, part = all - all / 10;
@@ -264,16 +95,13 @@ static int train(dtrain_world *world, void *user)
                                  .sequence = SEQ,
                                  .item_count = part,
                                  .mesh = mesh};
-    learn.inputs = malloc(tokens * sizeof *learn.inputs);
-    learn.targets = malloc(tokens * sizeof *learn.targets);
-    if (!learn.inputs || !learn.targets)
-        CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %ld samples", s->batch));
+    declare_model(&m);
+    CHECK(open_windows(world, &window, &learn.text));
     held_out = learn; /* the last tenth of the text, through the same two arrays */
-    CHECK(dtrain_loader_create(world, &window, &learn.loader));
     window.first_item = part;
     window.item_count = all - part;
     window.sample_limit = 20 * s->batch; /* then it ends: the loss does not depend on the ranks */
-    CHECK(dtrain_loader_create(world, &window, &held_out.loader));
+    CHECK(dtrain_loader_create(world, &window, &held_out.text.loader));
 
     dtrain_strategy_desc where = {0};
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
@@ -281,7 +109,6 @@ static int train(dtrain_world *world, void *user)
     where.mesh = mesh;
     adamw.beta2 = 0.99f;
     adamw.weight_decay = 0.1f;
-    declare_model(&m);
     CHECK(dtrain_strategy_create(world, m.params, PARAMS, &where, &strategy));
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
     const dtrain_trainer_desc how = {.tokens = (uint32_t)tokens,
@@ -323,24 +150,11 @@ static int train(dtrain_world *world, void *user)
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
-    dtrain_loader_destroy(learn.loader);
-    dtrain_loader_destroy(held_out.loader);
+    dtrain_loader_destroy(held_out.text.loader);
+    close_windows(&learn.text);
     dtrain_dataset_close(text);
     dtrain_mesh_destroy(mesh);
-    free(learn.inputs);
-    free(learn.targets);
     return 0;
-}
-
-/* The place of a word in a list that ends with NULL, or -1 after a sentence. */
-static int find(const char *what, const char *word, const char *const *list)
-{
-    for (int i = 0; list[i]; i++)
-        if (strcmp(word, list[i]) == 0) return i;
-    fprintf(stderr, "gpt: %s \"%s\" is not one of:", what, word);
-    for (int i = 0; list[i]; i++) fprintf(stderr, " %s", list[i]);
-    fprintf(stderr, "\n");
-    return -1;
 }
 
 int main(int argc, char **argv)
@@ -354,17 +168,9 @@ int main(int argc, char **argv)
     static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
                                         "full_shard", "zero3", NULL};
     const char *value[FLAGS] = {NULL, NULL, "cpu", "300", "6", "2e-3", "fp32", "ddp", "1"};
-    for (int a = 1; a < argc; a += 2) {
-        const int i = find("the flag", argv[a], flags);
-        if (i < 0) return 2;
-        if (a + 1 == argc) {
-            fprintf(stderr, "gpt: %s needs a value\n", argv[a]);
-            return 2;
-        }
-        value[i] = argv[a + 1];
-    }
-    const int precision = find("--precision", value[PRECISION], precisions);
-    const int kind = find("--strategy", value[STRATEGY], kinds);
+    if (!read_flags("gpt", argc, argv, flags, value)) return 2;
+    const int precision = find("gpt", "--precision", value[PRECISION], precisions);
+    const int kind = find("gpt", "--strategy", value[STRATEGY], kinds);
     if (precision < 0 || kind < 0) return 2;
     settings s = {.data = value[DATA],
                   .kind = (uint32_t)kind + DTRAIN_STRATEGY_DDP,

@@ -1,5 +1,5 @@
-/* llama.c: a Llama (RMSNorm, rotary positions, SwiGLU, grouped-query attention) that begins from the
- * weights of Hugging Face, or from random ones, learns a text, and is written for Hugging Face.
+/* llama.c: a Llama (RMSNorm, rotary positions, SwiGLU, grouped-query attention) that starts from
+ * weights of Hugging Face or from random ones, learns a text, and is saved in the format of Hugging Face.
  *
  *   build:   cc -O2 -I. examples/llama.c -o llama -lm -lpthread
  *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/llama.c dtrain_cuda.cu -lcublasLt -o llama
@@ -23,16 +23,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "examples/text.h"
 #include "tools/hugging_face.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#define CHECK(call)                        \
-    do {                                   \
-        if ((call) != DTRAIN_OK) return 1; \
-    } while (0)
 
 /* ---- model ------------------------------------------------------------------------------- */
 
@@ -47,8 +39,8 @@ typedef struct llama {
     size_t count;
 } llama;
 
-/* How ranks of a tensor axis may share a matrix: by its rows, which are outputs, or its columns, inputs; what has
- * heads in as many parts as there are heads of keys, so that each rank has those of queries that share them. */
+/* How ranks of a tensor axis share a matrix: by its rows, which are outputs, or its columns, which are inputs. Matrices
+ * with heads have as many parts as there are key heads, so that each rank has the query heads that share its keys. */
 static dtrain_cut cut(uint32_t axis, int64_t parts)
 {
     return (dtrain_cut){.axis = axis, .parts = parts};
@@ -145,7 +137,7 @@ static dtrain_tensor *forward(dtrain_tape *t, const llama *m, const int32_t *tok
 
 /* ---- config.json ------------------------------------------------------------------------- */
 
-/* What is computed here beside sizes, epsilon and the base of the rotation. */
+/* The values of config.json that this model computes, beside sizes, epsilon and the base of the rotation. */
 static const hf_rule rules[] = {{"model_type", "llama"},
                                 {"hidden_act", "silu|swish"},
                                 {"attention_bias", "false"},
@@ -161,7 +153,7 @@ static const hf_rule rules[] = {{"model_type", "llama"},
                                 {"quantization_config", ""},
                                 {NULL, NULL}};
 
-/* Read the sizes of a model. Shapes are compared by import; here, what they do not show. */
+/* Read the sizes of a model, and check what shapes do not show; import compares shapes. */
 static dtrain_result read_config(llama *m, const hf_config *from)
 {
     const double theta = hf_number(from, "rope_theta", 10000);
@@ -199,7 +191,7 @@ static dtrain_result find_model(llama *m, const char *directory, char weights[40
     return result == DTRAIN_OK ? read_config(m, config) : result;
 }
 
-/* Set the parameters to those of model.safetensors, or of several files with an index. */
+/* Read the parameters from model.safetensors, or from several files with an index. */
 static dtrain_result import_model(dtrain_state *state, const char *weights)
 {
     static const char *const tables[] = {".rotary_emb.inv_freq", NULL};
@@ -238,63 +230,20 @@ typedef struct settings {
 } settings;
 
 typedef struct batch {
+    windows text;
     llama m;
-    dtrain_loader *loader;
-    int64_t count;
-    int32_t *inputs, *targets; /* (count, seq): the targets are the inputs one token later */
 } batch;
-
-static dtrain_result next_batch(void *user)
-{
-    batch *b = user;
-    return dtrain_loader_next(b->loader, b->inputs, b->targets);
-}
 
 static dtrain_tensor *loss(dtrain_tape *t, void *user)
 {
     batch *b = user;
-    const int64_t rows = b->count * b->m.seq;
-    dtrain_tensor *logits = forward(t, &b->m, b->inputs, b->count);
-    return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false), 0, 0);
+    return text_loss(t, forward(t, &b->m, b->text.inputs, b->text.count), &b->text);
 }
 
-/* The data without --data: lines such as "seven comes before eight.", with numbers drawn at random. */
-typedef struct lines {
-    char text[120000];
-    size_t length;
-} lines;
-
-static void make_lines(lines *made)
-{
-    static const char *const word[] = {"zero",    "one",     "two",       "three",    "four",
-                                       "five",    "six",     "seven",     "eight",    "nine",
-                                       "ten",     "eleven",  "twelve",    "thirteen", "fourteen",
-                                       "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"};
-    made->length = 0;
-    for (uint64_t line = 0; made->length + 40 < sizeof made->text; line++) {
-        const int n = (int)(19 * dtrain_random_uniform(7, 0, line));
-        made->length += (size_t)snprintf(made->text + made->length, 40, "%s comes before %s.\n",
-                                         word[n], word[n + 1]);
-    }
-}
-
-/* A dtrain_read_fn: the bytes are the tokens. */
-static dtrain_result read_lines(void *user, int64_t first, int64_t count, void *items,
-                                int32_t *labels)
-{
-    const lines *made = user;
-    int32_t *tokens = items;
-    (void)labels;
-    for (int64_t i = 0; i < count; i++) tokens[i] = made->text[first + i];
-    return DTRAIN_OK;
-}
-
-/* Every rank runs this function. After an error its memory goes with its process. */
+/* Every rank runs this function. */
 static int train(dtrain_world *world, void *user)
 {
     const settings *s = user;
-    const size_t tokens = (size_t)(s->batch * s->seq);
     batch b = {.m = {.layers = 4,
                      .heads = 4,
                      .kv_heads = 2,
@@ -302,8 +251,7 @@ static int train(dtrain_world *world, void *user)
                      .inner = 352,
                      .vocab = 256,
                      .theta = 10000,
-                     .epsilon = 1e-5f},
-               .count = s->batch};
+                     .epsilon = 1e-5f}};
     dtrain_strategy_desc where = {0};
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     hf_config config = {0};
@@ -319,23 +267,12 @@ static int train(dtrain_world *world, void *user)
     b.m.seq = s->seq;
     CHECK(declare_model(&b.m));
     const dtrain_mesh_desc axes = {.tensor = s->tensor,
-                                   .pipeline = s->pipeline}; /* the rest: data */
+                                   .pipeline = s->pipeline}; /* the rest is the data axis */
     CHECK(dtrain_mesh_create(world, &axes, &mesh));
-    static lines made;
-    dtrain_dataset_desc source = {.path = s->data, .vocab_count = b.m.vocab};
-    if (!s->data) {
-        make_lines(&made);
-        source.read = read_lines;
-        source.user = &made;
-        source.item_count = (int64_t)made.length;
-    }
-    CHECK(dtrain_dataset_open(world, &source, &text));
-    const dtrain_loader_desc windows = {
+    CHECK(open_text(world, s->data, 0, b.m.vocab, &text));
+    const dtrain_loader_desc window = {
         .dataset = text, .batch = (uint32_t)s->batch, .sequence = s->seq, .mesh = mesh};
-    CHECK(dtrain_loader_create(world, &windows, &b.loader));
-    b.inputs = malloc(tokens * sizeof *b.inputs);
-    b.targets = malloc(tokens * sizeof *b.targets);
-    if (!b.inputs || !b.targets) CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch"));
+    CHECK(open_windows(world, &window, &b.text));
 
     where.kind = s->kind;
     where.mesh = mesh;
@@ -347,7 +284,7 @@ static int train(dtrain_world *world, void *user)
     const dtrain_state_desc all = {.strategy = strategy, .optimizer = optimizer};
     CHECK(dtrain_state_create(world, &all, &state));
     if (s->import_from) CHECK(import_model(state, weights));
-    const dtrain_trainer_desc how = {.tokens = (uint32_t)tokens,
+    const dtrain_trainer_desc how = {.tokens = (uint32_t)(s->batch * s->seq),
                                      .micro_batches = (uint32_t)s->accum,
                                      .clip = 1,
                                      .tape_flags = s->tape_flags,
@@ -379,25 +316,12 @@ static int train(dtrain_world *world, void *user)
     dtrain_state_destroy(state);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
-    dtrain_loader_destroy(b.loader);
+    close_windows(&b.text);
     dtrain_dataset_close(text);
     dtrain_mesh_destroy(mesh);
-    free(b.inputs);
-    free(b.targets);
     hf_close(&config);
     free_model(&b.m);
     return 0;
-}
-
-/* The place of a word in a list that ends with NULL, or -1 after a sentence. */
-static int find(const char *what, const char *word, const char *const *list)
-{
-    for (int i = 0; list[i]; i++)
-        if (strcmp(word, list[i]) == 0) return i;
-    fprintf(stderr, "llama: %s \"%s\" is not one of:", what, word);
-    for (int i = 0; list[i]; i++) fprintf(stderr, " %s", list[i]);
-    fprintf(stderr, "\n");
-    return -1;
 }
 
 int main(int argc, char **argv)
@@ -436,17 +360,10 @@ int main(int argc, char **argv)
                                         "full_shard", "zero3", NULL};
     const char *value[FLAGS] = {NULL,   NULL,   NULL,  NULL, "cpu", "300",  "6", "64",
                                 "2e-3", "fp32", "ddp", "1",  "1",   "1f1b", "0", "1"};
-    for (int a = 1; a < argc; a += 2) {
-        const int i = find("the flag", argv[a], flags);
-        if (i < 0 || a + 1 == argc) {
-            if (i >= 0) fprintf(stderr, "llama: %s needs a value\n", argv[a]);
-            return 2;
-        }
-        value[i] = argv[a + 1];
-    }
-    const int precision = find("--precision", value[PRECISION], precisions);
-    const int kind = find("--strategy", value[STRATEGY], kinds);
-    const int schedule = find("--pipeline-schedule", value[SCHEDULE], schedules);
+    if (!read_flags("llama", argc, argv, flags, value)) return 2;
+    const int precision = find("llama", "--precision", value[PRECISION], precisions);
+    const int kind = find("llama", "--strategy", value[STRATEGY], kinds);
+    const int schedule = find("llama", "--pipeline-schedule", value[SCHEDULE], schedules);
     const long chunks = strtol(value[CHUNKS], NULL, 10);
     if (precision < 0 || kind < 0 || schedule < 0) return 2;
     settings s = {.data = value[DATA],

@@ -1,4 +1,4 @@
-/* mlp.c: a multi-layer perceptron on the tape, with a training loop of its own (no trainer): the
+/* mlp.c: a multi-layer perceptron on the tape, with its own training loop (no trainer): the
  * program writes the forward pass, the tape makes the backward pass and communicates during it.
  *
  *   build:   cc -O2 -I. examples/mlp.c -o mlp -lm -lpthread
@@ -7,15 +7,16 @@
  *            ./mlp 2 FOLDER             two ranks learn CIFAR-10 from FOLDER, which holds
  *                                       data_batch_1.bin to data_batch_5.bin and test_batch.bin
  *            ./mlp 1 --device cuda
+ *            ./mlp 2 --fp16             layers compute in fp16, and the loss is scaled for it
  *   expect:
  *     epoch   6  training loss 0.5858  test accuracy  66.0 %
  *     epoch  12  training loss 0.2678  test accuracy  91.5 %
  *     ...
  *     epoch  60  training loss 0.0276  test accuracy  99.0 %
  *
- * Every rank trains on its own part of each batch of 96, dealt as by PyTorch's DistributedSampler.
- * Gradients are averaged, so the result does not depend on the number of ranks that share the work,
- * except for rounding and for the samples that are left over at the end of an epoch. */
+ * Each rank trains on its part of each batch of 96; the loader deals samples as PyTorch's
+ * DistributedSampler does. Gradients are averaged, so the result does not depend on the number of
+ * ranks, except for rounding and for the samples that are left over at the end of an epoch. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -38,9 +39,10 @@ enum { BATCH = 96, TEST_BATCH = 256, PIXELS = 3 * 32 * 32 };
 typedef struct task {
     const char *folder; /* of CIFAR-10; NULL: spirals */
     int64_t width, hidden, classes, epochs;
+    bool fp16;
 } task;
 
-/* Draw points of two noisy spirals, one a class, each of one and a half turns. */
+/* Draw points of two noisy spirals of one and a half turns; each spiral is a class. */
 static dtrain_result draw_spirals(void *user, int64_t first, int64_t count, void *items,
                                   int32_t *labels)
 {
@@ -85,8 +87,8 @@ static dtrain_result open_data(dtrain_world *world, const task *d, bool test, dt
     return dtrain_dataset_open(world, &files, out);
 }
 
-/* Create a loader of x (batch, width) and labels (batch): shuffled, an epoch after the other, or in
- * order for the test. */
+/* Create a loader of x (batch, width) and labels (batch). For training it shuffles and repeats the
+ * samples; for the test it reads them in order, once. */
 static dtrain_result open_loader(dtrain_world *world, const task *d, dtrain_dataset *from,
                                  int64_t batch, bool test, dtrain_loader **out)
 {
@@ -94,7 +96,7 @@ static dtrain_result open_loader(dtrain_world *world, const task *d, dtrain_data
         .batch = (uint32_t)batch, .seed = 1, .in_order = test, .drop_last = !test, .dataset = from};
     if (test) desc.sample_limit = DTRAIN_ONE_EPOCH; /* each sample once, then DTRAIN_ERROR_END */
     if (d->folder) {
-        desc.workers = 1; /* which reads the next batch while this one is learned */
+        desc.workers = 1; /* reads the next batch during this step */
         desc.transform = normalise;
         desc.output_bytes = PIXELS * sizeof(float);
     }
@@ -123,8 +125,8 @@ static void declare(dtrain_param params[PARAMS], const task *d)
     }
 }
 
-/* x (rows, width) -> logits (rows, classes). dtrain_tape_unit opens a unit, which strategies that
- * shard parameters gather and release; the others ignore it. */
+/* x (rows, width) -> logits (rows, classes). dtrain_tape_unit opens a unit. Strategies that shard
+ * parameters gather and release it; the others ignore it. */
 static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const task *d, const float *x,
                               int64_t rows)
 {
@@ -140,8 +142,8 @@ static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const task *d, co
 
 /* ---- training ---------------------------------------------------------------------------- */
 
-/* *share = the fraction of all test samples whose largest logit is the label's. Each rank takes its
- * share; labels of -1 fill up the last batch, and do not count. */
+/* Set *share to the fraction of all test samples whose largest logit is that of the label. Each rank
+ * tests its part of the samples. Labels of -1 fill up the last batch and do not count. */
 static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const task *d,
                 dtrain_loader *loader, float *x, int32_t *labels, float *logits, double *share)
 {
@@ -202,6 +204,7 @@ static int train(dtrain_world *world, void *user)
                                       .lr = 3e-3f,
                                       .warmup_steps = 10,
                                       .total_steps = d->epochs * steps};
+    dtrain_loss_scaler scaler = {.scale = d->fp16 ? 65536 : 1}; /* torch.amp.GradScaler */
     declare(params, d);
     CHECK(dtrain_strategy_create(world, params, PARAMS, NULL, &strategy)); /* NULL: plain DDP */
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
@@ -212,16 +215,17 @@ static int train(dtrain_world *world, void *user)
         double share;
         for (int64_t step = 0; step < steps; step++) {
             CHECK(dtrain_loader_next(train_loader, x, labels));
-            CHECK(dtrain_tape_begin(tape, 0, 0));
+            CHECK(dtrain_tape_begin(tape, d->fp16 ? DTRAIN_TAPE_F16 : 0, 0));
             dtrain_tensor *mean = dtrain_cross_entropy(
                 tape, forward(tape, params, d, x, batch),
                 dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &batch, labels, false), 0, 0);
             CHECK(dtrain_tensor_read(tape, mean, &loss, NULL));
-            CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces gradients as they are made */
+            CHECK(dtrain_tape_backward(tape, mean, scaler.scale)); /* reduces each final gradient */
             CHECK(dtrain_strategy_finish(strategy));
-            CHECK(dtrain_grad_norm(strategy, NULL, 1, &norm, &clip));
-            CHECK(dtrain_optimizer_step(optimizer,
-                                        dtrain_schedule_lr(&schedule, epoch * steps + step), clip));
+            CHECK(dtrain_grad_norm(strategy, &scaler, 1, &norm, &clip)); /* clip unscales, too */
+            const float lr = dtrain_schedule_lr(&schedule, epoch * steps + step);
+            if (isfinite(norm)) CHECK(dtrain_optimizer_step(optimizer, lr, clip));
+            if (d->fp16) CHECK(dtrain_loss_scaler_update(&scaler, !isfinite(norm)));
             sum += loss / (float)steps;
         }
         if ((epoch + 1) % (d->epochs / 10)) continue;
@@ -255,10 +259,12 @@ int main(int argc, char **argv)
         char *end;
         const unsigned long number = strtoul(argv[a], &end, 10);
         if (strcmp(argv[a], "--device") == 0 && a + 1 < argc) device = argv[++a];
+        else if (strcmp(argv[a], "--fp16") == 0) d.fp16 = true;
         else if (*end == 0 && number > 0) desc.rank_count = (uint32_t)number;
         else if (!d.folder && argv[a][0] != '-') d.folder = argv[a];
         else {
-            fprintf(stderr, "usage: mlp [RANKS] [FOLDER] [--device cpu|cuda], not \"%s\"\n",
+            fprintf(stderr,
+                    "usage: mlp [RANKS] [FOLDER] [--device cpu|cuda] [--fp16], not \"%s\"\n",
                     argv[a]);
             return 2;
         }

@@ -18,8 +18,8 @@
  *     all ranks ended with the same parameters
  *
  * main chooses the device and the communicator, two lines; nothing else in the program knows them.
- * The model is written on the tape, whose kernels run where the parameters are. To use kernels of
- * your own instead, see ddp.c: value and grad may be device addresses. */
+ * The model is written on the tape, whose kernels run where the parameters are. To use
+ * your own kernels instead, see ddp.c: value and grad can be device addresses. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #ifdef DTRAIN_USE_NCCL
@@ -93,7 +93,7 @@ static int train(dtrain_world *world, void *user)
         h = dtrain_linear(tape, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
         dtrain_tensor *loss = dtrain_cross_entropy(
             tape, h, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, labels, false), 0, 0);
-        CHECK(dtrain_tape_backward(tape, loss, 1)); /* all-reduces run on a stream of their own */
+        CHECK(dtrain_tape_backward(tape, loss, 1)); /* all-reduces run on a separate stream */
         CHECK(dtrain_strategy_finish(strategy)); /* the device waits for them, the host does not */
         CHECK(dtrain_optimizer_step(optimizer, 2e-3f, 1));
 

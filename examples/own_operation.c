@@ -1,5 +1,5 @@
 /* own_operation.c: a layer that dtrain does not have, RMSNorm (Zhang and Sennrich, 2019), with its
- * backward: first checked by finite differences, then trained on two ranks.
+ * backward. The program checks the gradient by finite differences, and then trains on two ranks.
  *
  *   build:   cc -O2 -I. examples/own_operation.c -o own_operation -lm -lpthread
  *   run:     ./own_operation [ranks, 2 by default]
@@ -8,10 +8,10 @@
  *            step 100  loss 0.0714
  *            step 199  loss 0.0593
  *
- * The first half is the operation. It loops over values on the host, so it needs a device whose
- * memory is the host's: the CPU. For a GPU, forward and backward would call kernels instead
- * (op->device->ops has the library's, stream_native the stream for one's own). Everything else
- * comes for nothing: accumulation, sharded strategies, activation checkpointing, planning. */
+ * The first half of the file is the operation. It loops over values in host memory, so it runs on
+ * the CPU. For a GPU, forward and backward would call kernels: op->device->ops has the library's,
+ * and stream_native is the stream for your kernels. Accumulation, sharded strategies, activation
+ * checkpointing and planning work without further code. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -27,9 +27,9 @@
 /* ---- the operation: y[r][i] = x[r][i] s[r] weight[i], s[r] = 1 / sqrt(mean of x[r][i]^2 + epsilon) */
 
 typedef struct rms_args {
-    float epsilon; /* what the caller gives ... */
+    float epsilon; /* set by the caller */
     int64_t rows, n;
-    float *s; /* ... and what prepare adds, (rows) */
+    float *s; /* (rows), set by prepare */
 } rms_args;
 
 static dtrain_result rms_prepare(dtrain_op *op)
@@ -100,7 +100,7 @@ static dtrain_tensor *rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param
 
 enum { ROWS = 3, WIDTH = 8, BATCH = 64 };
 
-/* The sum of rms_norm(x), which the gradient below is of. An error sticks to the tape. */
+/* Return the sum of rms_norm(x), whose gradient is checked below. An error sticks to the tape. */
 static dtrain_tensor *run(dtrain_tape *tape, const float *x, dtrain_param *weight,
                           dtrain_tensor **input)
 {
@@ -123,7 +123,7 @@ static int check_gradient(void)
     for (uint64_t i = 0; i < WIDTH; i++) w[i] = dtrain_random_normal(1, 1, i);
     CHECK(dtrain_device_create(NULL, &desc, &device));
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape));
-    CHECK(dtrain_tape_backward(tape, run(tape, x, &weight, &input), 1)); /* d_w, and ... */
+    CHECK(dtrain_tape_backward(tape, run(tape, x, &weight, &input), 1)); /* d_w and d_x */
     CHECK(dtrain_tensor_read(tape, input, NULL, d_x));
     for (int i = 0; i < ROWS * WIDTH + WIDTH; i++) {
         float *at = i < WIDTH ? &w[i] : &x[i - WIDTH], middle = *at;
@@ -143,8 +143,8 @@ static int check_gradient(void)
     return wrong > 0;
 }
 
-/* ---- training: on which side of a plane is the direction of x? Its length, from 0.01 to 100, is
- * what RMSNorm takes away */
+/* ---- training: on which side of a plane is the direction of x? RMSNorm removes its length, which
+ * is between 0.01 and 100 */
 
 typedef struct job {
     dtrain_param params[3];
@@ -214,7 +214,7 @@ static int train(dtrain_world *world, void *user)
 
 int main(int argc, char **argv)
 {
-    dtrain_launch_desc desc = {.default_rank_count = 2}; /* a launcher's number comes first */
+    dtrain_launch_desc desc = {.default_rank_count = 2}; /* without a launcher */
     if (argc > 1 && (desc.rank_count = (uint32_t)strtoul(argv[1], NULL, 10)) == 0) {
         fprintf(stderr, "usage: own_operation [RANKS], not \"%s\"\n", argv[1]);
         return 2;

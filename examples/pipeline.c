@@ -1,5 +1,5 @@
-/* pipeline.c: a deep network on arrays of one's own, with a backward of one's own, cut over ranks by its depth. No
- * tape: a schedule says what each rank does next, and a runner sends what must travel.
+/* pipeline.c: a deep network on the program's arrays, with its own backward, whose layers are divided over ranks. There
+ * is no tape: a schedule says what each rank does next, and a runner sends activations and gradients.
  *
  *   build:   cc -O2 -I. examples/pipeline.c -o pipeline -lm -lpthread
  *   run:     ./pipeline   (as RANKS KIND: 2 3; kinds are 0 1F1B, 1 GPipe, 2 interleaved, 3 ZB-H1)
@@ -10,9 +10,9 @@
  *     step 100 loss 0.096313
  *     step 200 loss 0.068285
  *
- * The program does a forward (F), a backward (B) or the gradients of weights (W) when it is told to. It keeps what a
- * pass needs in the slot that the action names, finds in its inbox what another rank sent, and says where a message is.
- * src/parallel/pipeline.h explains the kinds; tools/schedule.h checks, draws and reads schedules. */
+ * The runner tells the program to compute a forward (F), a backward (B) or the gradients of weights (W). The program
+ * keeps a pass in the slot that the action names, reads messages from its inbox, and says where the message to send
+ * lies. src/parallel/pipeline.h explains the kinds; tools/schedule.h checks, draws and reads schedules. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/schedule.h"
@@ -31,15 +31,16 @@
 enum { LAYERS = 16, ROWS = 16, C = 8, AREA = ROWS * C, MICROS = 4, STEPS = 200 };
 enum { CHUNKS = 2, SLOTS = CHUNKS * MICROS }; /* no schedule needs more slots */
 
-/* What a pass of a stage keeps: what goes into its layers, and out of the last one; the gradient of what an activation
- * reads; the gradient from the next stage, and the one for the stage before, also as it is sent. */
+/* What a pass of a stage keeps: the inputs of its layers and the output of the last one; the gradient of each input of
+ * an activation; the gradient from the next stage, and the gradient for the stage before, also in the form that is
+ * sent. */
 typedef struct pass {
     float x[LAYERS + 1][AREA], d_sum[LAYERS][AREA], d_out[AREA], d_in[AREA], sent[AREA];
 } pass;
 
 typedef struct model {
     const dtrain_pipeline_schedule *schedule;
-    int rank, step, stage[CHUNKS], first[CHUNKS], layers[CHUNKS]; /* first: of its layers */
+    int rank, step, stage[CHUNKS], first[CHUNKS], layers[CHUNKS]; /* first: its first layer */
     float w[LAYERS * C * C], g[LAYERS * C * C], loss;
     pass slots[SLOTS];
     float inboxes[SLOTS][AREA];
@@ -66,11 +67,11 @@ static void forward(model *a, const dtrain_pipeline_action *action)
         }
     for (int i = 0; i < AREA && a->first[chunk] + n == LAYERS; i++) {
         const float error = p->x[n][i] + tanhf(sample(a, m, i));
-        a->loss += error * error / (2 * AREA * MICROS); /* gradients add up to those of the mean */
+        a->loss += error * error / (2 * AREA * MICROS); /* micro-batches add up to the mean */
         p->d_out[i] = error / (AREA * MICROS);
     }
 }
-/* The gradients of inputs: what the loss, or a message, left in d_out becomes d_in. */
+/* Compute the gradients of inputs, d_in, from d_out, which the loss or a message has filled. */
 static void backward(model *a, const dtrain_pipeline_action *action)
 {
     const float *w = a->w + a->first[action->chunk] * C * C;
@@ -86,7 +87,7 @@ static void backward(model *a, const dtrain_pipeline_action *action)
                 p->d_in[i / C * C + c] += p->d_sum[l][i] * w[(l * C + i % C) * C + c];
     }
 }
-/* The gradients of weights, which may come later. */
+/* Compute the gradients of weights; a schedule can do that later. */
 static void weight(model *a, const dtrain_pipeline_action *action)
 {
     const pass *p = &a->slots[action->slot];
@@ -108,15 +109,15 @@ static dtrain_result compute(void *user, const dtrain_pipeline_action *action)
         weight(a, action);
     for (int i = 0; i < LAYERS * C * C && act == DTRAIN_PIPELINE_ACT_STEP; i++)
         a->w[i] -= a->g[i], a->g[i] = 0;
-    return DTRAIN_OK; /* REDUCE: with a data axis, here the chunk's gradients are summed over it */
+    return DTRAIN_OK; /* REDUCE: with a data axis, sum the chunk's gradients over it */
 }
 
-/* A message is one tensor here. */
+/* Say where a message lies; in this program it is one tensor. */
 static dtrain_result part(void *user, const dtrain_pipeline_action *action, size_t i,
                           dtrain_pipeline_part *out)
 {
     model *a = (model *)user;
-    pass *p = &a->slots[action->slot < 0 ? 0 : action->slot]; /* RECEIVE has none yet */
+    pass *p = &a->slots[action->slot < 0 ? 0 : action->slot]; /* a RECEIVE has no slot yet */
     if (i == 1) return DTRAIN_OK;
     if (action->act == DTRAIN_PIPELINE_ACT_SEND) out->address = p->x[a->layers[action->chunk]];
     if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE) out->address = a->inboxes[action->inbox];
@@ -147,7 +148,7 @@ static dtrain_result train(model *a, dtrain_comm *comm)
     for (int i = 0; i < LAYERS * C * C; i++)
         a->w[i] = 0.3f * dtrain_random_normal(1, 0, (uint64_t)i);
     for (a->step = 1; a->step <= STEPS; a->step++) {
-        a->loss = 0; /* but on the rank that has the last stage */
+        a->loss = 0; /* except on the rank of the last stage */
         CHECK(dtrain_pipeline_run(s, comm, &work));
         CHECK(dtrain_all_reduce(comm, &a->loss, &a->loss, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
                                 NULL));

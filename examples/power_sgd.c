@@ -1,7 +1,7 @@
 /* power_sgd.c: a communication hook in two rounds, which sends two thin factors of each matrix.
  *
  *   build:   cc -O2 -I. examples/power_sgd.c -o power_sgd -lm -lpthread
- *   run:     ./power_sgd                two ranks, factors of 2 columns; ./power_sgd 4 8: four, of 8
+ *   run:     ./power_sgd                two ranks, factors of 2 columns; ./power_sgd 4 8 starts four, with 8
  *   expect:
  *                   whole gradients    factors
  *     step  50 loss        1.190401   0.691082
@@ -16,8 +16,8 @@
  *     round 1    Q = M^T P, the mean over the ranks
  *     after it   gradient = P Q^T; residual = M - P Q^T, which is sent in later steps
  *
- * The next step begins with this Q. Its columns become orthonormal first, as in PyTorch: Q is as long as
- * the gradient, and M Q would be as long as its square. */
+ * The next step begins with this Q. As in PyTorch, its columns are made orthonormal first: Q has the norm of
+ * the gradient, and M Q would have the square of that norm. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -67,7 +67,7 @@ static void power_plan(const dtrain_compression_desc *how, dtrain_hook_bucket *b
     bucket->scratch_count = factor_count(how, bucket, false) + factor_count(how, bucket, true);
 }
 
-/* out (m, n) = a b, sums over k. Arguments are distances in elements, along a row and along a column of a and b. */
+/* out (m, n) = a b, sums over k. The strides are distances in elements along a row and a column of a and b. */
 static void product(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
                     int64_t a_column, const float *b, int64_t b_row, int64_t b_column, float *out)
 {
@@ -80,7 +80,7 @@ static void product(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_r
         }
 }
 
-/* Make the columns of x orthonormal: Gram-Schmidt, twice. One that depends on the others becomes zero. */
+/* Make the columns of x orthonormal by Gram-Schmidt, twice. A column that depends on the others becomes zero. */
 static void orthonormal(int64_t rows, int64_t columns, float *x)
 {
     for (int64_t j = 0; j < columns; j++) {
@@ -113,7 +113,7 @@ static dtrain_result power_compress(const dtrain_compression_desc *how, dtrain_h
         float *m = tensor->residual;
         if (round == 0) {
             for (int64_t i = 0; i < tensor->count; i++) m[i] += tensor->grad[i];
-            /* A direction for columns of zeros, as all are at first; too short to turn any other. */
+            /* Gives columns of zeros a direction, as all are at first; too small to turn another column. */
             for (int64_t i = 0; i < columns * n; i++)
                 q[i] += 1e-20f * dtrain_random_normal(3, t, (uint64_t)i);
             orthonormal(columns, n, q);
@@ -180,7 +180,8 @@ static float backward(int rank, int step, const float *weight, float *grad)
     return loss;
 }
 
-/* Train; columns: of the factors, or 0 for whole gradients. Losses and bytes that a rank sends a step. */
+/* Train with factors of so many columns, or with whole gradients (0). Return losses, and the bytes that a rank sends in
+ * a step. */
 static int train_once(dtrain_world *world, int columns, float loss[STEPS / 50], double *bytes)
 {
     float weight[OUT * IN] = {0}, grad[OUT * IN];

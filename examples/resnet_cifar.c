@@ -18,18 +18,17 @@
  *         1      93  0.1000         1.0962         85.8 %       ...
  *     ...
  *
- * At a rate of 0.1 accuracy lags behind the loss, and may fall for an epoch: a test normalises by running averages, and
- * the weights change faster than these follow. When the rate falls, in the second epoch, accuracy catches
- * up: 100 %.
+ * At a rate of 0.1 accuracy improves later than the loss, and can fall for an epoch: a test normalises by running
+ * averages, which follow the weights slowly. When the rate falls, in the second epoch, accuracy reaches 100 %.
  *
- * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So
- * ranks that share a batch see together what one rank sees; with --sync-batchnorm they normalise over all
- * of it as well, and the curve is that of one rank, but for rounding: a rate of 0.1 makes that one per cent of the loss
- * after twelve steps and more later, with --lr 1e-6 the losses agree to seven digits. Without --sync-batchnorm each
- * rank normalises over its own images, as PyTorch's DDP does.
+ * The order of images, and how each is cropped and flipped, depends only on seed, epoch and image. So ranks that share
+ * a batch see the images that one rank sees. With --sync-batchnorm they also normalise over the whole batch, and the
+ * curve is the same as on one rank, except for rounding: at a rate of 0.1 it grows to one per cent of the loss in
+ * twelve steps, with --lr 1e-6 the losses agree to seven digits. Without --sync-batchnorm each rank normalises over its
+ * own images, as PyTorch's DDP does.
  *
- * How to read it: images -> model -> batches -> what tools/run asks of a program. A training loop without tools/run,
- * in one file, is in mlp.c and gpt.c. */
+ * The file goes from images to the model, the batches, and the functions that tools/run calls. mlp.c and gpt.c have a
+ * training loop without tools/run. */
 #define RUN_NAME "resnet_cifar"
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -52,8 +51,8 @@ static struct {
     long epochs, sync;
 } own_flags = {.epochs = 20};
 
-/* Draw images for a try without data: stripes whose width and colour are those of a class, in noise. Their direction is
- * drawn, because the mirror image of a class must not be another class: training flips images. */
+/* Draw images for a try without data: noisy stripes whose width and colour show the class. Their direction is random,
+ * because the mirror image of a class must not be another class: training flips images. */
 static dtrain_result draw_images(void *user, int64_t first, int64_t count, void *items,
                                  int32_t *labels)
 {
@@ -118,7 +117,7 @@ static dtrain_result plain(void *user, const dtrain_sample *sample, void *output
     return DTRAIN_OK;
 }
 
-/* Crop and flip, as drawn for this image in this epoch: on whatever rank, by whatever worker. */
+/* Crop and flip an image. The draw depends on image and epoch, not on the rank or the worker. */
 static dtrain_result augmented(void *user, const dtrain_sample *sample, void *output)
 {
     float draw[3];
@@ -145,7 +144,7 @@ typedef struct model {
     dtrain_param params[PARAMS];
     char names[PARAMS][32];
     int count;
-    dtrain_comm *comm; /* over which batches are normalised; NULL: each rank for itself */
+    dtrain_comm *comm; /* ranks that normalise together; NULL: each rank separately */
     int64_t batch;
     float *x;        /* (batch, 32, 32, 3) */
     int32_t *labels; /* (batch) */
@@ -164,7 +163,7 @@ static dtrain_param *declare(model *m, uint32_t unit, const char *prefix, const 
     return p;
 }
 
-/* He et al., 2015: the deviation that keeps the size of activations. */
+/* The deviation that keeps the size of activations (He et al., 2015). */
 static void declare_conv(model *m, uint32_t unit, const char *prefix, const char *name, int out,
                          int in, int side)
 {
@@ -219,7 +218,7 @@ static void declare_model(model *m)
     declare(m, BLOCKS + 1, "", "fc.bias")->shape[0] = CLASSES;
 }
 
-/* Convolve, normalise, add a residual, apply ReLU; p: the weight, behind it the four of the norm. */
+/* Convolve, normalise, add a residual, apply ReLU; p is the weight; the four parameters of the norm follow it. */
 static dtrain_tensor *conv_norm(dtrain_tape *t, const model *m, dtrain_tensor *x, dtrain_param *p,
                                 int stride, dtrain_tensor *residual, dtrain_activation activation)
 {
@@ -285,7 +284,7 @@ static dtrain_result next_batch(void *user)
     return dtrain_loader_next(m->train, m->x, m->labels);
 }
 
-/* Add what one batch says about its images: how many are right, and the sum of their losses. */
+/* Add a batch's number of right answers and the sum of its losses. */
 static void judge(const model *m, const float *logits, double *right, double *loss)
 {
     for (int64_t i = 0; i < m->batch && m->labels[i] >= 0; i++, logits += CLASSES) {
@@ -300,7 +299,7 @@ static void judge(const model *m, const float *logits, double *right, double *lo
 }
 
 /* Measure accuracy, in per cent, and loss on the test images, of which each rank takes its share; labels of -1 fill up
- * the last batch. *stop: a rank was asked to stop, and nothing is measured. */
+ * the last batch. *stop becomes true if a rank was asked to stop; then nothing is measured. */
 static dtrain_result test(dtrain_world *world, run_job *j, double *accuracy, double *mean_loss,
                           bool *stop)
 {
@@ -328,9 +327,9 @@ cleanup:
     return result;
 }
 
-/* ---- what tools/run asks of a program ---- */
+/* ---- the functions that tools/run calls ---- */
 
-/* With Muon the convolutions of the blocks, but not the shortcuts, are group 1. */
+/* With Muon the convolutions of the blocks are group 1, the shortcuts are not. */
 static dtrain_result open_model(dtrain_world *world, run_job *j)
 {
     model *m = j->own;
@@ -357,7 +356,7 @@ static dtrain_result open_data(dtrain_world *world, run_job *j)
     }
     dtrain_loader_desc images = {.batch = j->batch,
                                  .seed = (uint64_t)j->s->seed,
-                                 .drop_last = true, /* what is left over waits for another epoch */
+                                 .drop_last = true, /* left-over images wait for another epoch */
                                  .dataset = m->images[0],
                                  .workers = (uint32_t)j->s->workers,
                                  .transform = augmented,
@@ -412,9 +411,9 @@ static dtrain_result validate(dtrain_world *world, run_job *j, int64_t done, boo
     model *m = j->own;
     double accuracy = 0;
     dtrain_result result = DTRAIN_OK;
-    if (m->begun == 0 || m->epoch_begin > done) /* the first step of this rank, or a roll-back */
+    if (m->begun == 0 || m->epoch_begin > done) /* first step of this rank, or a roll-back */
         m->epoch_begin = done - 1, m->loss_sum = 0,
-        m->begun = dtrain_seconds() - record->step_ms / 1e3;
+        m->begun = dtrain_seconds() - dtrain_record_value(record, "step_ms") / 1e3;
     m->loss_sum += record->loss;
     if (stopping || (done % m->epoch_steps && done != j->steps)) return DTRAIN_OK;
     const double seconds = dtrain_seconds() - m->begun, steps = (double)(done - m->epoch_begin);

@@ -1,5 +1,5 @@
-/* resume.c: a run that survives: checkpoints, a rank that dies, ranks that are started again, and going on with
- * another number of ranks under another strategy.
+/* resume.c: a run that survives the death of a rank. It saves checkpoints, its ranks are started again, and later it
+ * continues with another number of ranks under another strategy.
  *
  *   build:   cc -O2 -I. examples/resume.c -o resume -lm -lpthread
  *   run:     ./resume [directory]                    default: resume_checkpoints
@@ -15,13 +15,13 @@
  *     3 ranks begin at step 100
  *     3 ranks end at step 150: average loss 3.7858, parameters HASH2
  *
- * HASH and HASH2 stand for hashes, which depend on the processor's instruction set; the first two are the same: in step
- * 60 rank 1 kills itself, both ranks are started again from their last checkpoint, and they come to the same bits. Then
- * three ranks take the run over, with sharded parameters. A second call finds all steps made.
+ * HASH and HASH2 stand for hashes, which depend on the processor's instruction set. The first two are the same: in step
+ * 60 rank 1 kills itself, both ranks start again from their last checkpoint, and end with the same bits. Then three
+ * ranks continue the run, with sharded parameters. A second call of the program finds all steps done.
  *
  * The model is a matrix W that learns to be a given one; the loop, its data and its gradient are the program's own.
- * What a run must remember is listed once (dtrain_state): the values, AdamW's moments and steps come from the strategy
- * and the optimizer, and the program adds what is its own, here the loss averaged over steps. */
+ * dtrain_state lists once what a run must remember: the values, AdamW's moments and steps come from the strategy and
+ * the optimizer, and the program adds its own, the loss averaged over steps. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -93,7 +93,7 @@ static int train(dtrain_world *world, void *user)
     CHECK(dtrain_state_create(world, &what, &state));
     if (r->directory) {
         const dtrain_result loaded = dtrain_checkpoint_load(state, r->directory, NULL, &from);
-        if (loaded != DTRAIN_OK && loaded != DTRAIN_ERROR_NOT_FOUND) return 1; /* none yet: begin */
+        if (loaded != DTRAIN_OK && loaded != DTRAIN_ERROR_NOT_FOUND) return 1; /* or none yet */
         const dtrain_checkpoint_desc how = {.directory = r->directory, .state = state};
         CHECK(dtrain_checkpoint_open(world, &how, &checkpoint));
     }

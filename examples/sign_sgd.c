@@ -1,4 +1,4 @@
-/* sign_sgd.c: a communication hook of one's own, which sends one bit of each gradient.
+/* sign_sgd.c: a communication hook of the program, which sends one bit for each element of a gradient.
  *
  *   build:   cc -O2 -I. examples/sign_sgd.c -o sign_sgd -lm -lpthread
  *   run:     ./sign_sgd                 two ranks; ./sign_sgd 4 starts four
@@ -11,9 +11,9 @@
  *     bytes sent a step        8332        400
  *
  * Every rank sends the signs of gradient plus residual, packed in 32-bit words, and one fp32 for the
- * length; what that says wrongly stays in its residual for the next step (EF-SignSGD: Karimireddy et
- * al., "Error Feedback Fixes SignSGD", ICML 2019). The library does the rest: when a bucket is
- * complete, in which order buckets travel, biases, which travel whole, and checkpoints of residuals. */
+ * length. The error of that message stays in its residual for the next step (EF-SignSGD: Karimireddy et
+ * al., "Error Feedback Fixes SignSGD", ICML 2019). The library decides when a bucket is complete and in
+ * which order buckets travel, sends biases whole, and saves residuals in checkpoints. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -1,16 +1,17 @@
-/* tensor_parallel.c: a transformer block on arrays of one's own, with a backward of one's own, shared by the ranks of
- * a tensor axis. No tape: a mesh, sums over its ranks, and the loss over a vocabulary that is divided.
+/* tensor_parallel.c: a transformer block on the program's arrays, with its own backward, shared by the ranks of a
+ * tensor axis. There is no tape: the program sums over the ranks of a mesh, and its loss is over a vocabulary that is
+ * divided.
  *
  *   build:   cc -O2 -I. examples/tensor_parallel.c -o tensor_parallel -lm -lpthread
- *   run:     ./tensor_parallel          two ranks; ./tensor_parallel 1 is the same model on one, with the same losses
+ *   run:     ./tensor_parallel          two ranks; ./tensor_parallel 1 has the same losses on one
  *   expect:
  *     step 100 loss 1.2414
  *     step 200 loss 0.1595
  *     rank 0 of 2 has 9056 weights
  *
- * Every matrix is (features, C), and its features are what is cut: heads, hidden units, classes. `up` makes features
- * of rows, y = x W^T, and needs no other rank; `down` makes rows of features, y = h W, and what a rank has of them is
- * one term of a sum. So ranks add up after each `down`; that of a backward is the `down` of an `up`:
+ * Every matrix is (features, C) and is cut by its features: heads, hidden units, classes. `up` makes features of rows,
+ * y = x W^T, and needs no other rank. `down` makes rows of features, y = h W, and each rank computes one term of a sum.
+ * So ranks add up after each `down`. The backward of an `up` is a `down`:
  *
  *     x0 -+- up(q, k, v) - heads - down(o) -SUM- (+) x1 -+- up(in) - relu - down(out) -SUM- (+) x2 - up(classes)
  *         +---------------------------------------+      +---------------------------------+
@@ -41,7 +42,7 @@ typedef struct matrix {
     float w[HIDDEN * C], g[HIDDEN * C];
 } matrix;
 
-/* Rows of C are whole on every rank; q, k, v, heads, hidden and logits have its features alone. */
+/* Rows of C are whole on every rank; q, k, v, heads, hidden and logits are this rank's features. */
 typedef struct model {
     dtrain_comm *tensor;
     matrix m[MATRICES];
@@ -51,7 +52,7 @@ typedef struct model {
     float p[HEADS * T * T], hidden[T * HIDDEN], d_hidden[T * HIDDEN], logits[T * VOCAB];
 } model;
 
-/* Draw weights by their place in the whole matrix, alike for any number of ranks; count them. */
+/* Draw weights by their place in the whole matrix, so that they do not depend on the number of ranks; count them. */
 static int init(model *a, int rank, int ranks)
 {
     int weights = 0;
@@ -88,7 +89,7 @@ static void gradient(matrix *m, const float *h, const float *x)
     for (int i = 0; i < T * m->n; i++)
         for (int c = 0; c < C; c++) m->g[i % m->n * C + c] += h[i] * x[i / m->n * C + c];
 }
-/* y (T, C) = x, if any, + what all ranks have in `sum` */
+/* y (T, C) = x (or 0 if it is NULL) + the sum of `sum` over all ranks */
 static int add_up(model *a, const float *x, float *y)
 {
     CHECK(dtrain_all_reduce(a->tensor, a->sum, a->sum, T * C, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
@@ -97,7 +98,7 @@ static int add_up(model *a, const float *x, float *y)
     return 0;
 }
 
-/* Causal attention of the heads that are here, and its backward; nothing is sent. */
+/* Causal attention of this rank's heads, and its backward; nothing is sent. */
 static void attend(model *a, bool backward)
 {
     const int n = a->m[Q].n;
@@ -130,9 +131,9 @@ static void attend(model *a, bool backward)
 }
 
 /* Softmax cross-entropy over a vocabulary that is divided: column j of the logits x (rows, columns) is class first + j,
- * the other classes are on other ranks; rows <= T. x becomes its gradient, *loss the mean over rows, the same on all
- * ranks. What softmax needs of the other ranks is a row's largest logit, then the sum of its exponentials; and the
- * target's logit, which one rank has and the others add 0 to (Shoeybi et al., "Megatron-LM", 2019, section 3). */
+ * the other classes are on other ranks; rows <= T. x becomes its gradient, and *loss the mean over rows, on all ranks.
+ * Softmax needs a row's largest logit over all ranks, then the sum of its exponentials. The loss needs the target's
+ * logit, which one rank has and to which the others add 0 (Shoeybi et al., "Megatron-LM", 2019, section 3). */
 static int cross_entropy(dtrain_comm *tensor, int rows, int columns, int first, float *x,
                          const int32_t *targets, double *loss)
 {

@@ -1,15 +1,15 @@
-/* uneven.c: ranks with different numbers of samples. Each step is the mean over all samples in it, wherever they are.
+/* uneven.c: ranks with different numbers of samples. Each step is the mean over all its samples, on whichever rank.
  *
  *   build:   cc -O2 -I. examples/uneven.c -o uneven -lm -lpthread
  *   run:     ./uneven                   three ranks with 40, 70 and 100 samples; ./uneven 5 starts five
- *            ./uneven 3 run.json        also writes run.rank0.json and so on: a trace, with the span of each batch
+ *            ./uneven 3 run.json        also writes a trace, with the span of each batch: run.rank0.json and so on
  *   expect:
  *     rank 0 had 40 samples, rank 2 100: 7 steps an epoch
  *     ranks        w = 3.070, b = 1.033
  *     one process  w = 3.070, b = 1.033
  *
- * A batch that is smaller than the others counts by its samples (dtrain_strategy_weight), and a rank that has
- * none left takes part in the steps of the others without a batch (dtrain_strategy_join). */
+ * A smaller batch counts by its number of samples (dtrain_strategy_weight). A rank that has no samples left takes part
+ * in the steps of the others without a batch (dtrain_strategy_join). */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -26,7 +26,7 @@ enum { BATCH = 16, EPOCHS = 10 };
 
 static int samples_of(int rank) { return 40 + 30 * rank; }
 
-/* Add the gradients of samples [first, end) of a rank's: y = 3 x + 1 and noise. */
+/* Add the gradients of a rank's samples [first, end): y = 3 x + 1 + noise. */
 static void backward(int rank, int first, int end, float w, float b, float *dw, float *db)
 {
     for (int i = first; i < end; i++) {
@@ -37,7 +37,7 @@ static void backward(int rank, int first, int end, float w, float b, float *dw, 
     }
 }
 
-/* The same steps in one process: step s of an epoch has the batches s of all ranks. */
+/* Make the same steps in one process: step s of an epoch has batch s of every rank. */
 static void train_alone(int ranks, float *w, float *b)
 {
     for (int epoch = 0; epoch < EPOCHS; epoch++)
@@ -110,7 +110,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: uneven [RANKS [TRACE]], not \"%s\"\n", argv[1]);
         return 2;
     }
-    if (argc > 2) desc.trace.path = argv[2];
+    if (argc > 2) desc.options.trace.path = argv[2];
     if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "uneven: %s\n", dtrain_last_error());
     return 1;

@@ -12,7 +12,7 @@
  *     full_shard            6.0        6.0   12.0     64.0         39.0  0.512429
  *     zero3                16.0       16.0   32.0     64.0         39.0  0.512429
  *
- * Every row is the same training run: a strategy changes where things are, not what is computed. */
+ * Every row is the same training run: a strategy changes where values lie, not what is computed. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -29,7 +29,7 @@
 enum { LAYERS = 3, BATCH = 8, STEPS = 20 };
 static const int64_t widths[LAYERS + 1] = {16, 64, 64, 16};
 
-/* A weight of (out, in) a layer, each a unit of its own: what is gathered and reduced together. */
+/* Declare a weight (out, in) for each layer. Each is a unit: what is gathered and reduced together. */
 static void declare(dtrain_param params[LAYERS])
 {
     static const char *const names[LAYERS] = {"first", "second", "third"};
@@ -44,7 +44,7 @@ static void declare(dtrain_param params[LAYERS])
     }
 }
 
-/* Learn to turn 16 numbers round; the ranks draw different ones. */
+/* Learn to reverse 16 numbers; the ranks draw different ones. */
 static int step(dtrain_tape *t, dtrain_strategy *strategy, dtrain_optimizer *adamw,
                 dtrain_param *params, int rank, int number, float *loss)
 {
@@ -58,8 +58,8 @@ static int step(dtrain_tape *t, dtrain_strategy *strategy, dtrain_optimizer *ada
     dtrain_tensor *h = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, x, false);
     dtrain_tensor *target = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, y, false);
     for (int l = 0; l < LAYERS; l++) {
-        dtrain_tape_unit(
-            t, (uint32_t)l); /* sharded parameters are gathered here, and released behind */
+        dtrain_tape_unit(t,
+                         (uint32_t)l); /* gathers sharded parameters; the next unit releases them */
         h = dtrain_linear(t, h, &params[l], NULL,
                           l + 1 < LAYERS ? DTRAIN_ACTIVATION_GELU : DTRAIN_ACTIVATION_NONE);
     }

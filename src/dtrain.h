@@ -127,6 +127,7 @@ DTRAIN__HOT
 #include "comm/reduce.c"
 #include "comm/local.c"
 DTRAIN__COLD
+#include "comm/circle.c"
 #include "comm/staged.c"
 #include "comm/backend.c"
 #include "launch/launch.c"
@@ -187,9 +188,8 @@ DTRAIN__COLD
 #if DTRAIN__STATE
 #include "state/state.c"
 #include "state/box.c"
-#include "state/union.c"
+#include "state/pieces.c"
 #include "state/save.c"
-#include "state/read.c"
 #include "state/load.c"
 #include "state/export.c"
 #include "state/directory.c"
@@ -214,14 +214,11 @@ DTRAIN__COLD
 #include "tape/attention.c"
 #include "tape/shapes.c"
 #include "tape/place.c"
-#include "tape/batchnorm.c"
 #include "tape/convolution.c"
-#include "tape/pointwise.c"
 #include "tape/cross_entropy.c"
 #include "tape/elementwise.c"
 #include "tape/recompute.c"
 #include "tape/stage.c"
-#include "tape/costs.c"
 #include "tape/arena.c"
 #include "train/files.c"
 #include "train/dataset.c"
@@ -231,6 +228,7 @@ DTRAIN__COLD
 #include "train/pipeline_step.c"
 #include "train/plan.c"
 #include "train/create.c"
+#include "train/record.c"
 #include "train/trainer.c"
 #endif
 
@@ -238,7 +236,6 @@ DTRAIN__COLD
 
 #if DTRAIN__MONITOR
 #include "monitor/metrics.c"
-#include "monitor/table.c"
 #include "monitor/file.c"
 #include "monitor/console.c"
 #include "monitor/lines.c"
@@ -261,9 +258,7 @@ DTRAIN__COLD
 #if DTRAIN__MODELS
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_layers.c"
-#include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_convolution.c"
-#include "device/cpu/launch_winograd.c"
 #endif
 DTRAIN__HOT
 #include "device/cpu/launch_sparse.c"

@@ -423,7 +423,7 @@ static void emulate_links(dtrain_launch_desc *desc, int node_ranks, double gigab
     emulated_links.ops = *emulated_links.local;
     emulated_links.ops.create = links_create;
     emulated_links.ops.transport = &transport;
-    desc->node_ranks = (uint32_t)node_ranks;
+    desc->options.node_ranks = (uint32_t)node_ranks;
     desc->comm_ops = &emulated_links.ops;
 }
 

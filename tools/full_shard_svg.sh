@@ -3,7 +3,7 @@
 # which unit is whole in which slot, and which collectives are in flight. The order is the library's: in forward, unit
 # k + 1 is gathered while unit k computes; when backward comes to unit k, unit k + 1 is reduced and unit k - 1 gathered;
 # there are two slots for parameters and two buffers for gradients. Lengths are made up: a forward of 1, a backward of 2.
-# With "order N" it prints the collectives of a step with N units instead, one a line (tests/cli/test_trace.sh compares them
+# With "order N" it prints the collectives of a step with N units instead, one a line (tests/long/test_trace.sh compares them
 # with a trace). `make lint` compares docs/full-shard.svg with what this prints.
 awk -v order="$([ "$1" = order ] && echo "$2")" '
 function text(x, y, class, s) { printf "<text x=\"%.1f\" y=\"%d\" class=\"%s\">%s</text>\n", x, y, class, s }

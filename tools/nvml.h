@@ -10,7 +10,7 @@
  * it: libnvidia-ml.so.1, or the path in DTRAIN_NVML of the environment. The functions called have kept their numbers
  * and layouts since 2013.
  *
- * A rank asks about its GPU, and ranks gather the answers: record.added gets one value for all of them. An answer takes
+ * A rank asks about its GPU, and ranks gather the answers: a record gets one value for all of them. An answer takes
  * the driver's lock and up to milliseconds, so ranks ask every few seconds, and records in between repeat the last
  * answers. What a GPU does not support is not added. A lost GPU is one warning, and is not asked again. */
 #ifndef TOOLS_NVML_H
@@ -215,7 +215,7 @@ static inline bool nvml__reduce(const nvml *n, int figure, double *value)
 static inline dtrain_result nvml_step(nvml *n, dtrain_step_record *record)
 {
     if (!n->ranks) return DTRAIN_OK;
-    n->passed_ms += record->step_ms;
+    n->passed_ms += dtrain_record_value(record, "step_ms");
     if (n->passed_ms >= n->every_ms) {
         float own[NVML_FIGURES];
         nvml__ask(n, own);
@@ -223,15 +223,11 @@ static inline dtrain_result nvml_step(nvml *n, dtrain_step_record *record)
         const dtrain_result result = dtrain_world_all_gather(n->world, own, sizeof own, n->answers);
         if (result != DTRAIN_OK) return result;
     }
-    for (int f = 0, at = 0; f < NVML_FIGURES; f++) {
+    for (int f = 0; f < NVML_FIGURES; f++) {
         double value;
         if (!nvml__reduce(n, f, &value)) continue;
-        while (at < DTRAIN_ADDED_FIGURES && record->added[at].name) at++;
-        if (at == DTRAIN_ADDED_FIGURES)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "nvml_step: record.added has no room for %s",
-                               nvml_figures[f].name);
-        record->added[at].name = nvml_figures[f].name;
-        record->added[at].value = value;
+        const dtrain_result result = dtrain_record_add(record, nvml_figures[f].name, "", value);
+        if (result != DTRAIN_OK) return result;
     }
     return DTRAIN_OK;
 }

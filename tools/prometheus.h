@@ -35,8 +35,76 @@ typedef struct prometheus {
     double steps;                         /* of this run */
     double loss, correct;                 /* of the last evaluation; NaN before the first */
     double sent[DTRAIN_COLLECTIVE_KINDS]; /* in all steps */
-    const char *sent_names[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes" */
+    const char *sent_keys[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes"; NULL behind the last */
 } prometheus;
+
+/* A figure by its key: its name in base units and its help, and what its least, mean and most over ranks are of. */
+static const struct prometheus_name {
+    const char *key, *base, *help, *spread;
+} prometheus_names[] = {
+    {"loss", "loss", "Mean loss over micro-batches and ranks.", NULL},
+    {"grad_norm", "grad_norm", "Gradient norm before clipping.", NULL},
+    {"lr", "learning_rate", "Learning rate.", NULL},
+    {"tokens", "tokens_total", "Tokens or samples of all ranks.", NULL},
+    {"tokens_per_second", "tokens_per_second", "Tokens or samples of all ranks a second.", NULL},
+    {"step_ms", "step_seconds", "Time of a step, slowest rank.", "Time in a step"},
+    {"comm_ms", "comm_seconds", "Time with an operation in flight, mean of ranks.", NULL},
+    {"exposed_comm_ms", "exposed_comm_seconds", "Time that ranks waited in communication, mean.",
+     "Time in exposed communication"},
+    {"data_ms", "data_seconds", "Time in wait for batches, slowest rank.",
+     "Time in wait for batches"},
+    {"comm_bytes", "comm_bytes", "Bytes that rank 0 sent in the step.", "Bytes sent in the step"},
+    {"loss_scale", "loss_scale", "Loss scale of the step.", NULL},
+    {"skipped_steps", "skipped_steps_total", "Steps without an update.", NULL},
+    {"straggler_score", "straggler_ratio", "Slowest rank's compute time by the median's.", NULL},
+    {"slowest_rank", "slowest_rank", "Rank that computed longest.", NULL},
+    {"forward_ms", "forward_seconds", "Time in the forward pass, mean of ranks.",
+     "Time in the forward pass"},
+    {"backward_ms", "backward_seconds", "Time in the backward pass, mean of ranks.",
+     "Time in the backward pass"},
+    {"hidden_comm_ms", "hidden_comm_seconds", "Communication that compute hides, mean of ranks.",
+     "Time in hidden communication"},
+    {"optimizer_ms", "optimizer_seconds", "Time in norm and update, mean of ranks.",
+     "Time in norm and update"},
+    {"checkpoint_ms", "checkpoint_seconds", "Time in saving before the step, mean of ranks.",
+     "Time in saving"},
+    {"tensor_bytes", "tensor_bytes", "Bytes that rank 0 sent in the step over the tensor axis.",
+     NULL},
+    {"tensor_exposed_ms", "tensor_exposed_seconds",
+     "Exposed communication of the tensor axis, mean of ranks.", NULL},
+    {"pipeline_bytes", "pipeline_bytes",
+     "Bytes that rank 0 sent in the step over the pipeline axis.", NULL},
+    {"bubble_ms", "bubble_seconds", "Wait for other stages of the pipeline, mean of ranks.", NULL},
+    {"bus_bytes_per_second", "bus_bytes_per_second",
+     "Bus bandwidth as nccl-tests have it, mean of ranks.", NULL},
+    {"flops_per_second", "flops_per_second", "Floating-point operations of all ranks a second.",
+     NULL},
+    {"peak_share", "flops_ratio", "Share of the devices' peak.", NULL},
+    {"memory_bytes", "memory_bytes", "Device memory allocated, largest rank.", NULL},
+    {"memory_peak_bytes", "memory_peak_bytes", "Most device memory so far, largest rank.", NULL},
+    {"memory_activation_bytes", "memory_activation_bytes",
+     "Activations of the largest pass, largest rank.", NULL},
+    {"memory_param_bytes", "memory_param_bytes", "Bytes of rank 0 held for parameters.", NULL},
+    {"memory_grad_bytes", "memory_grad_bytes", "Bytes of rank 0 held for gradients.", NULL},
+    {"memory_optimizer_bytes", "memory_optimizer_bytes",
+     "Bytes of rank 0 held for optimizer state.", NULL},
+    {"memory_buffer_bytes", "memory_buffer_bytes", "Bytes of rank 0 held to gather and reduce.",
+     NULL},
+    {"memory_host_bytes", "memory_host_bytes", "Bytes of rank 0 held in host memory.", NULL},
+    {"predicted_param_bytes", "predicted_param_bytes", "Bytes of rank 0 predicted for parameters.",
+     NULL},
+    {"predicted_grad_bytes", "predicted_grad_bytes", "Bytes of rank 0 predicted for gradients.",
+     NULL},
+    {"predicted_optimizer_bytes", "predicted_optimizer_bytes",
+     "Bytes of rank 0 predicted for optimizer state.", NULL},
+    {"predicted_buffer_bytes", "predicted_buffer_bytes",
+     "Bytes of rank 0 predicted to gather and reduce.", NULL},
+    {"predicted_host_bytes", "predicted_host_bytes", "Bytes of rank 0 predicted in host memory.",
+     NULL},
+    {"predicted_activation_bytes", "predicted_activation_bytes",
+     "Bytes of rank 0 predicted for activations and their gradients.", NULL},
+    {"predicted_bytes", "predicted_bytes", "Bytes of rank 0 that were predicted.", NULL},
+};
 
 /* Write a value; the decimal point of the program's locale, which can have several bytes, becomes a point. */
 static inline void prometheus__number(FILE *file, double value)
@@ -54,17 +122,56 @@ static inline void prometheus__number(FILE *file, double value)
     }
 }
 
-/* Write a sample of dtrain_PREFIXNAME. The first sample of a metric comes after its help and its type. */
-static inline void prometheus__sample(FILE *file, const char *run, const char *prefix,
-                                      const dtrain_metric *m, const char *labels, double value,
-                                      bool first)
+/* Describe a figure: name in base units, help, and factor to them. */
+typedef struct prometheus_about {
+    char base[80], help[120];
+    double scale;
+} prometheus_about;
+
+static inline prometheus_about prometheus__about(const dtrain_figure *figure, const char *key)
 {
-    const bool counter = m->flags & DTRAIN_METRIC_COUNTER && !*prefix;
+    static const char *const takes[][2] = {{"_min", "least of ranks"},
+                                           {"_mean", "mean of ranks"},
+                                           {"_max", "most of ranks"},
+                                           {"_rank", "rank that has most"}};
+    prometheus_about about = {"", "", strcmp(figure->unit, "ms") == 0 ? 1e-3 : 1};
+    snprintf(about.base, sizeof about.base, "%s", key);
+    if (key == figure->name) snprintf(about.help, sizeof about.help, "Added by the program.");
+    else
+        snprintf(about.help, sizeof about.help, "Bytes that rank 0 sent in the step by %.*s.",
+                 (int)strlen(key) - (int)strlen("_bytes"), key);
+    for (size_t i = 0; i < sizeof prometheus_names / sizeof *prometheus_names; i++) {
+        const struct prometheus_name *name = &prometheus_names[i];
+        const size_t length = strlen(name->key);
+        if (strncmp(key, name->key, length) != 0) continue;
+        if (!key[length]) {
+            snprintf(about.base, sizeof about.base, "%s", name->base);
+            snprintf(about.help, sizeof about.help, "%s", name->help);
+        }
+        for (int take = 0; take < 4 && name->spread;
+             take++) { /* "step_ms_min": "step_min_seconds" */
+            const char *unit = strrchr(name->base, '_');
+            if (strcmp(key + length, takes[take][0]) != 0) continue;
+            snprintf(about.base, sizeof about.base, "%.*s%s%s", (int)(unit - name->base),
+                     name->base, take == 3 ? "_max_rank" : takes[take][0], take == 3 ? "" : unit);
+            snprintf(about.help, sizeof about.help, "%s, %s.", name->spread, takes[take][1]);
+        }
+    }
+    return about;
+}
+
+/* Write a sample of dtrain_PREFIXNAME. The first sample of a metric comes after its help and its type: a counter's name
+ * ends in _total. */
+static inline void prometheus__sample(FILE *file, const char *run, const char *prefix,
+                                      const char *base, const char *help, const char *labels,
+                                      double value, bool first)
+{
+    const size_t length = strlen(base);
+    const bool counter = !*prefix && length > 6 && strcmp(base + length - 6, "_total") == 0;
     if (first)
-        fprintf(file, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", prefix, m->base, m->help,
-                *prefix ? " Here: of each rank." : "", prefix, m->base,
-                counter ? "counter" : "gauge");
-    fprintf(file, "dtrain_%s%s{run=\"", prefix, m->base);
+        fprintf(file, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", prefix, base, help,
+                *prefix ? " Here: of each rank." : "", prefix, base, counter ? "counter" : "gauge");
+    fprintf(file, "dtrain_%s%s{run=\"", prefix, base);
     for (const char *at = run; *at; at++) {
         if (strchr("\n\\\"", *at)) fputc('\\', file);
         fputc(*at == '\n' ? 'n' : *at, file);
@@ -74,61 +181,60 @@ static inline void prometheus__sample(FILE *file, const char *run, const char *p
     fputc('\n', file);
 }
 
-/* Write the state of the run, the last evaluation, all metrics, and the bytes that were sent. */
+/* Return a figure's key: its name without the group. */
+static inline const char *prometheus__key(const dtrain_figure *figure)
+{
+    const char *slash = strchr(figure->name, '/');
+    return slash ? slash + 1 : figure->name;
+}
+
+/* Write the state of the run, the last evaluation, all figures, and the bytes that were sent. */
 static inline void prometheus__write(const prometheus *p, const dtrain_metrics_sample *sample,
                                      FILE *file)
 {
     const bool end = sample->moment == DTRAIN_METRICS_FINISH, begun = p->steps > 0;
     const char *run = sample->desc->run_name;
-    const dtrain_metric sent = {"",
-                                "sent_bytes_total",
-                                1,
-                                "",
-                                DTRAIN_METRIC_COUNTER,
-                                -1,
-                                0,
-                                "Bytes that rank 0 sent, by kind of collective."};
-    const dtrain_metric rows[] = {
-        {"", "finished", 1, "", 0, -1, (double)end, "1 when the run is over."},
-        {"", "steps_total", 1, "", DTRAIN_METRIC_COUNTER, -1, p->steps,
-         "Steps that this run has made."},
-        {"", "step", 1, "", 0, -1, begun ? (double)sample->step : (double)NAN,
-         "Number of the last step, from 1."},
-        {"", "last_step_timestamp_seconds", 1, "", 0, -1,
-         begun ? floor(sample->wall_time) : (double)NAN,
-         "When the last step was reported, in whole seconds."},
-        {"", "val_loss", 1, "", 0, -1, p->loss, "Mean loss of the last evaluation."},
-        {"", "val_accuracy", 1, "", 0, -1, p->correct,
-         "Share of right answers in the last evaluation, 0 to 1."},
+    const struct {
+        const char *base, *help;
+        double value;
+    } rows[] = {
+        {"finished", "1 when the run is over.", (double)end},
+        {"steps_total", "Steps that this run has made.", p->steps},
+        {"step", "Number of the last step, from 1.",
+         begun ? (double)sample->record->step : (double)NAN},
+        {"last_step_timestamp_seconds", "When the last step was reported, in whole seconds.",
+         begun ? floor(sample->wall_time) : (double)NAN},
+        {"val_loss", "Mean loss of the last evaluation.", p->loss},
+        {"val_accuracy", "Share of right answers in the last evaluation, 0 to 1.", p->correct},
     };
     char label[64];
-    bool first;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         if (isfinite(rows[i].value))
-            prometheus__sample(file, run, "", &rows[i], "", rows[i].value, true);
+            prometheus__sample(file, run, "", rows[i].base, rows[i].help, "", rows[i].value, true);
     for (size_t i = 0; i < sample->count; i++) {
-        const dtrain_metric *m = &sample->metrics[i];
-        if (strncmp(m->name, "val_", 4) == 0 && strcmp(m->group, "loss") == 0) continue;
-        prometheus__sample(file, run, "", m, "", m->value * m->base_scale, true);
-        first = true;
+        const dtrain_figure *figure = &sample->figures[i];
+        const char *key = prometheus__key(figure);
+        if (strncmp(figure->name, "loss/val_", 9) == 0) continue;
+        const prometheus_about about = prometheus__about(figure, key);
+        prometheus__sample(file, run, "", about.base, about.help, "", figure->value * about.scale,
+                           true);
+        bool first = true;
         for (int rank = 0; rank < sample->record->ranks; rank++) {
-            const size_t at = (size_t)rank * sample->figure_stride + (size_t)m->figure;
             double share = NAN;
-            if (m->figure >= 0 && sample->figures) share = (double)sample->figures[at];
-            else if (m->figure < 0 && p->share) share = p->share(p->user, m->name, rank);
+            if (figure->ranks) share = (double)figure->ranks[rank] * about.scale;
+            else if (p->share) share = p->share(p->user, key, rank);
             if (!isfinite(share)) continue;
             snprintf(label, sizeof label, ",rank=\"%d\"", rank);
-            prometheus__sample(file, run, "rank_", m, label, share, first);
+            prometheus__sample(file, run, "rank_", about.base, about.help, label, share, first);
             first = false;
         }
     }
-    first = true;
-    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
-        if (!(p->sent[kind] > 0)) continue;
+    for (int i = 0; i < DTRAIN_COLLECTIVE_KINDS && p->sent_keys[i]; i++) {
         snprintf(label, sizeof label, ",op=\"%.*s\"",
-                 (int)(strlen(p->sent_names[kind]) - strlen("_bytes")), p->sent_names[kind]);
-        prometheus__sample(file, run, "", &sent, label, p->sent[kind], first);
-        first = false;
+                 (int)(strlen(p->sent_keys[i]) - strlen("_bytes")), p->sent_keys[i]);
+        prometheus__sample(file, run, "", "sent_bytes_total",
+                           "Bytes that rank 0 sent, by kind of collective.", label, p->sent[i],
+                           i == 0);
     }
 }
 
@@ -154,11 +260,21 @@ static inline dtrain_result prometheus__take(void *user, const dtrain_metrics_sa
         p->steps++;
         if (isfinite(r->val_loss)) p->loss = r->val_loss;
         if (isfinite(r->val_accuracy)) p->correct = r->val_accuracy;
-        for (size_t i = 0; i < sample->count; i++) {
-            const int kind = sample->metrics[i].figure - (int)DTRAIN_FIGURE_COMM_BYTES;
-            if (kind <= 0 || kind >= DTRAIN_COLLECTIVE_KINDS) continue;
-            p->sent[kind] += sample->metrics[i].value;
-            p->sent_names[kind] = sample->metrics[i].name;
+        for (size_t i = 0; i < sample->count;
+             i++) { /* the group "sent" has other figures, which have names */
+            const char *key = prometheus__key(&sample->figures[i]);
+            int at = 0;
+            size_t known = 0;
+            if (strncmp(sample->figures[i].name, "sent/", 5) != 0) continue;
+            while (known < sizeof prometheus_names / sizeof *prometheus_names &&
+                   strcmp(prometheus_names[known].key, key) != 0)
+                known++;
+            if (known < sizeof prometheus_names / sizeof *prometheus_names) continue;
+            while (at < DTRAIN_COLLECTIVE_KINDS - 1 && p->sent_keys[at] &&
+                   strcmp(p->sent_keys[at], key) != 0)
+                at++;
+            p->sent_keys[at] = key;
+            p->sent[at] += sample->figures[i].value;
         }
         if (now < p->write_at) return DTRAIN_OK;
         p->write_at = now + 1;

@@ -1,6 +1,6 @@
 #!/bin/sh
 # zero_svg.sh: prints a drawing (SVG) of what one of eight ranks holds of GPT-2 124M under each strategy: the rows of a table
-# of docs/ddp-or-fsdp.md, as stacked bars. `make lint` compares docs/zero.svg with what this prints; tests/cli/test_config.sh
+# of docs/ddp-or-fsdp.md, as stacked bars. `make lint` compares docs/zero.svg with what this prints; tests/full/test_config.sh
 # compares the table with what train_gpt --dry-run says.
 cd "$(dirname "$0")/.." || exit 1
 awk -F ' *\\| *' '

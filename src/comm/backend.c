@@ -1,8 +1,8 @@
 /* Choosing a communicator
  *
- *     the device's memory is the host's         the one that was asked for, else local or MPI
- *     one device a rank, backend asked for      that one
- *     otherwise, on one machine                 staged, with a line in the log that says why */
+ *     the device uses host memory               desc.comm_ops, else local or MPI
+ *     one device per rank, desc.comm_ops        desc.comm_ops
+ *     otherwise, on one machine                 staged; the log says why */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -34,8 +34,8 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         name);
 }
 
-/* Choose and make the world's communicator: nobody else decides which backend it is. Two ranks sit
- * on one device if their node's index and the device's id are the same. */
+/* Choose and make the world's communicator: only this function chooses a backend. Two ranks share a
+ * device if the number of their node and the id of their device are equal. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
     typedef struct place {
@@ -82,15 +82,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     return ops->create(world, &world->comm);
 }
 
-/* End the world's communicator, whatever is in flight, and all others of the engine; the world's
- * own was made first and ends last. The program has to destroy those of other backends. */
+/* End all communicators of the engine, even with operations in flight. The world's communicator was
+ * made first and ends last. The program must destroy its communicators of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
     if (world->comm && !world->comm->ops->transport) (void)world->comm->ops->destroy(world->comm);
     while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 
-/* Let the transports send what they still have. */
+/* Let the transports send what is left to send. */
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 {
     for (dtrain__engine *comm = world->comms; comm; comm = comm->next)

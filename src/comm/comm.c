@@ -1,8 +1,8 @@
 /* Communicators
  *
- * The public calls check their arguments, keep the books and hand a dtrain_collective to the table
- * of the communicator. Below them: comm/engine.c drives the communicators "local", "staged" and
- * "mpi" (comm/engine_internal.h says how), comm/backend.c chooses between communicators. */
+ * The public calls check their arguments, count and time, and pass a dtrain_collective to the table
+ * of the communicator. comm/backend.c chooses the communicator. comm/engine.c drives "local",
+ * "staged" and "mpi", see comm/engine_internal.h. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -19,8 +19,8 @@
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
-/* Check the arguments of a call. In place is allowed; a shifted overlap would overwrite what is
- * still to be read. */
+/* Check the arguments of a call. In place is allowed; any other overlap would overwrite data before
+ * it is read. */
 static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
                                               const dtrain_collective *what)
 {
@@ -67,9 +67,9 @@ static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
                        kind->call, kind->cuts && kind->joins ? "" : "one buffer in place or ");
 }
 
-/* ---- Books ------------------------------------------------------------------------------------*/
+/* ---- Counts and times -------------------------------------------------------------------------*/
 
-/* End the time in flight at `now`, if nothing is in flight any more. */
+/* End the time in flight at `now`, if no operation is in flight any more. */
 DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now)
 {
     if (comm->in_flight || !comm->flight_since) return;
@@ -87,9 +87,9 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 }
 
 /* Count an operation, record its begin, and return the number of its event. Wire bytes are this
- * rank's share of the traffic as rings would make it, the usual figure for comparing systems. The
- * part that goes to other nodes of node_ranks is all or nothing of a message; in a collective every
- * rank is sent the same. */
+ * rank's share of the traffic of a ring algorithm, the usual figure for comparing systems. Node
+ * bytes are the part for other nodes (of node_ranks ranks): all or nothing of a message; of a
+ * collective, every other rank counts the same. */
 static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
@@ -142,8 +142,8 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
-/* Refuse what a captured graph cannot hold: the host would have to wait, or to move data, at each
- * launch. The communicator is as before, because all ranks capture alike. */
+/* Refuse an operation that a captured graph cannot hold: at each launch the host would have to wait
+ * or move data. The communicator does not fail: all ranks capture the same operations. */
 static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrain_collective *what)
 {
     dtrain_device *device = comm->world->device;
@@ -162,8 +162,8 @@ static dtrain_result dtrain__check_captured(const dtrain_comm *comm, const dtrai
 
 /* Check, count and start an operation, and wait for it unless `work` is given.
  *
- * A rank that made a mistake in its arguments has missed an operation the others count on. Were it
- * allowed to go on, its next call could be taken for this one: so the communicator fails. */
+ * A wrong argument fails the communicator. The other ranks wait for this operation, and could take
+ * this rank's next call for it. */
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work)
@@ -285,13 +285,12 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     DTRAIN__TRY(dtrain__check_captured(comm, &what));
     const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
     const dtrain_result result = comm->ops->split(comm, color, key, out);
-    if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */
+    if (*out && !(*out)->number) (*out)->number = number; /* the backend does not number */
     if (*out) (*out)->axis = comm->axis;
     return result;
 }
 
-/* Keep a communicator with handles that were not given back until the end of the world: they
- * point to it. */
+/* A communicator with outstanding handles lives until the world ends: the handles point to it. */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
 {
     char text[160];
@@ -313,7 +312,7 @@ DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm) { return comm ? comm->rank : -1; }
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm) { return comm ? comm->size : 0; }
-/* Return the rank in the world of a rank of this communicator; -1 for none. */
+/* Return the world rank of a communicator's rank; -1 if there is no such rank. */
 DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank)
 {
     return rank >= 0 && rank < comm->size ? comm->world_ranks[rank] : -1;

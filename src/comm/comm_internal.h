@@ -1,4 +1,4 @@
-/* What the files of comm share. */
+/* Types and functions that the files of comm/ share. */
 
 #pragma once
 
@@ -7,19 +7,20 @@
 #include "core/result.h"
 #include "comm/backend.h"
 
-/* One row a dtrain_collective_kind. cuts: send has a slice for every rank; joins: recv has. */
+/* One row per dtrain_collective_kind. cuts: the send buffer has a slice for every rank; joins: the
+ * receive buffer has a slice from every rank. */
 typedef struct dtrain__kind {
     const char *call, *name;
     bool reduces, rooted, cuts, joins;
 } dtrain__kind;
 
-/* Bytes that one rank sends to another: from this offset of its send buffer or, results that were
- * computed, of its receive buffer; to that offset of the other's receive buffer. */
+/* Bytes that one rank sends to another. source: offset in the sender's send buffer or, for computed
+ * results, receive buffer; target: offset in the receiver's receive buffer. */
 typedef struct dtrain__transfer {
     size_t source, target, bytes;
 } dtrain__transfer;
 
-/* comm/backend.c: the world's communicator, which a rank's life makes and ends */
+/* comm/backend.c */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
@@ -31,7 +32,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
 
-/* comm/engine.c: a communicator that this rank has and the engine drives; NULL for others, and 0 */
+/* comm/engine.c. Find a communicator of the engine by its number; NULL for 0 or if none has it. */
 DTRAIN__PRIVATE dtrain_comm *dtrain__comm_numbered(const dtrain_world *world, int64_t number);
 
 /* comm/reduce.c */

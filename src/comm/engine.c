@@ -15,7 +15,7 @@
 #include "device/backend.h"
 #include "device/device_internal.h"
 
-/* ---- What ranks call --------------------------------------------------------------------------*/
+/* ---- Comparing calls --------------------------------------------------------------------------*/
 
 static dtrain__engine *dtrain__engine_of(const dtrain_comm *comm)
 {
@@ -27,8 +27,8 @@ static dtrain__work *dtrain__work_of(const dtrain_work *work)
     return (dtrain__work *)((uintptr_t)work - offsetof(dtrain__work, op));
 }
 
-/* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
- * 0: "collective #17 (all-reduce sum f32 count 100)". */
+/* Describe a call for a sentence: "all-reduce sum f32 count 100" or, with a sequence number,
+ * "collective #17 (all-reduce sum f32 count 100)". */
 DTRAIN__PRIVATE void dtrain__describe(const dtrain_call *shown, uint64_t sequence, char *text,
                                       size_t room)
 {
@@ -61,7 +61,7 @@ static const dtrain_call *dtrain__shown_by(const dtrain__engine *comm, const dtr
     return comm->transport->heard(&comm->base, work->op.sequence, rank);
 }
 
-/* Compare what two ranks call, and fail where they differ. */
+/* Compare the calls of two ranks, and fail if they differ. */
 static void dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first, int second)
 {
     const dtrain_call *x = dtrain__shown_by(comm, work, first);
@@ -78,8 +78,8 @@ static void dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int 
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
-/* Move one collective as far as it goes without waiting; true when it is done. Ranks agree on
- * collectives in the order of their numbers, and a transport is told of them in that order. */
+/* Move one collective as far as possible without waiting; true if it is done. Ranks agree on
+ * collectives in the order of their numbers, and the transport moves them first in that order. */
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
     const dtrain_transport_ops *transport = comm->transport;
@@ -98,11 +98,11 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
             const dtrain_call *shown = dtrain__shown_by(comm, work, work->heard);
             if (!shown) return false;
             if (dtrain__same_call(shown, &work->op.call)) continue;
-            /* The sentence names rank 0 and the first rank that calls something else. */
+            /* The sentence names rank 0 and the first rank with another call. */
             dtrain__compare(comm, work, 0, work->heard ? work->heard : rank);
             return false;
         }
-        /* After a failure other ranks may have freed their buffers; small inputs are copies. */
+        /* After a failure other ranks can have freed their buffers; small inputs are copies. */
         if (!work->op.small && dtrain__load(&comm->report->state))
             (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
         if (comm->failed) return false;
@@ -117,8 +117,8 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
     return transport->move(&comm->base, &work->op);
 }
 
-/* Move one message. Messages between two ranks in one direction go one after the other, and a
- * receiver first hears its message's call, which must have the count and dtype it asks for. */
+/* Move one message. Messages between two ranks in one direction move one after the other. A
+ * receiver first hears the sender's call, which must have the receiver's count and dtype. */
 static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->op.what;
@@ -149,7 +149,7 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 /* Move everything in flight, oldest first. */
 DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
 {
-    uint64_t oldest = 0; /* sequence of the first collective that is not done */
+    uint64_t oldest = 0; /* number of the first collective that is not done */
     dtrain__work **link = &comm->queue;
     if (comm->failed) return;
     if (comm->transport->poll) comm->transport->poll(&comm->base);
@@ -157,7 +157,7 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
         dtrain__work *work = *link;
         if (!oldest) oldest = work->op.sequence;
         if (dtrain__copying_in(comm, work))
-            return; /* the copies of later ones come after it on the copy stream */
+            return; /* the copies of later operations come after this copy on the copy stream */
         const bool done = work->op.sequence ? dtrain__collective_advance(comm, work, oldest)
                                             : dtrain__message_advance(comm, work);
         if (done && comm->staged)
@@ -177,8 +177,8 @@ DTRAIN__PRIVATE void dtrain__engine_advance(dtrain__engine *comm)
     }
 }
 
-/* Advance all communicators, `comm` first. Two ranks may wait for two operations in opposite order;
- * if each advanced only the communicator that it waits in, neither operation would be done. */
+/* Advance all communicators, `comm` first. Two ranks can wait for two operations in opposite order.
+ * If each rank advanced only the communicator of its wait, neither operation would be done. */
 static void dtrain__engine_advance_all(dtrain__engine *comm)
 {
     dtrain__engine_advance(comm);
@@ -191,13 +191,12 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
 
 /* ---- Failure
  *
- * The first rank that finds something wrong writes it into a report that all ranks can read; every
- * rank returns that error. */
+ * The first rank that finds an error writes it into a report that all ranks can read. Every rank
+ * returns that error. */
 
-/* Drop all operations of the communicators that have failed, and return the published failure.
- *
- * The rank that writes the report may have died before it was complete: then its exit record, which
- * is written some 100 us later, says so. */
+/* Drop all operations of the communicators that share the report, and return the published failure.
+ * If the rank that writes the report died before it was complete, the exit record, which comes some
+ * 100 us later, names that rank. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     dtrain__abort_record *report = comm->report;
@@ -221,13 +220,13 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
     return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s", report->rank, report->text);
 }
 
-/* Publish a failure, unless there is one already, and return the one that stands. */
+/* Publish a failure, and return the first failure, which can be an earlier one. */
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain_comm *base, dtrain_result code,
                                                    const char *format, ...)
 {
     dtrain__engine *comm = dtrain__engine_of(base);
-    char text[480]; /* an argument may be the last error, or in the report */
+    char text[480]; /* an argument can be the last error, or in the report */
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
@@ -246,27 +245,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *comm, dtrain_resu
     return dtrain__engine_failf(comm, code, "%s", dtrain__bare(text));
 }
 
-/* Fail the communicator with the last error unless `result` is DTRAIN_OK; say whether it is. */
+/* Fail the communicator with the last error unless `result` is DTRAIN_OK; return true if it is. */
 DTRAIN__PRIVATE bool dtrain__engine_ok(dtrain_comm *comm, dtrain_result result)
 {
     if (result != DTRAIN_OK) (void)dtrain__engine_fail(comm, result, dtrain_last_error());
     return result == DTRAIN_OK;
 }
 
-/* ---- Which ranks a wait is for ----------------------------------------------------------------*/
+/* ---- Late ranks -------------------------------------------------------------------------------*/
 
-/* Say whether an operation waits for another rank's side, as far as this rank can see. */
-static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
-{
-    const bool message = !work->op.sequence;
-    if (message ? rank != work->op.what.root : rank == comm->base.rank) return false;
-    return message || work->state == DTRAIN__MOVING
-               ? comm->transport->lags(&comm->base, &work->op, rank)
-               : !comm->transport->heard(&comm->base, work->op.sequence, rank);
-}
-
-/* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
- * what this one has finished, and no rank is more than a window ahead of another. */
+/* Find the number of a rank's last collective, for error sentences. All ranks have shown the
+ * collectives that this rank has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
 {
     const dtrain__work *work = comm->queue;
@@ -280,7 +269,7 @@ static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
     return last;
 }
 
-/* Find the operation that must be done before `work` can be: the oldest collective, or itself. */
+/* Return the operation that `work` waits for: the oldest collective; a message waits for itself. */
 static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dtrain__work *work)
 {
     const dtrain__work *first = work->op.sequence ? comm->queue : work;
@@ -288,8 +277,9 @@ static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dt
     return first;
 }
 
-/* Fail with a sentence that lists the ranks that `waited` waits for, and where these wait
- * themselves, for whom: "rank 3, which waits for rank 2 (its last was #16)". */
+/* Fail with a sentence that lists the ranks that `waited` waits for and, if such a rank also waits,
+ * the rank that it waits for: "rank 3, which waits for rank 2 (its last was #16)". A circle at a
+ * deadline proves nothing: messages of these ranks can be under way on a slow network. */
 static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
@@ -305,7 +295,7 @@ static void dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *wai
             "the device did not finish the work before a collective in %.1f s", seconds);
         return;
     }
-    for (int k = 0; k < 2 * size && used + 96 < sizeof list; k++) { /* first who does not wait */
+    for (int k = 0; k < 2 * size && used + 96 < sizeof list; k++) { /* late ranks first */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
         const int end = dtrain__behind(world, ranks[i]), behind = end < 0 ? ranks[i] : end;
@@ -360,8 +350,8 @@ static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *b
     return (dtrain__work *)(void *)((char *)block + i * dtrain__work_bytes(comm));
 }
 
-/* Make as many works as a window has. A communicator begins with them; a program that has more
- * operations under way, messages for instance, gets another block. */
+/* Make a block of works for one window. A communicator begins with one block; a program with more
+ * operations in flight, messages for instance, gets another block. */
 static dtrain_result dtrain__make_works(dtrain__engine *comm)
 {
     dtrain__work *block =
@@ -378,8 +368,8 @@ static dtrain_result dtrain__make_works(dtrain__engine *comm)
     return DTRAIN_OK;
 }
 
-/* Start an operation. Of one rank the result is what it sends, and there is nothing to wait for; a
- * copy to or from the device is on its compute stream. */
+/* Start an operation. With one rank the result is a copy of the send buffer, and there is nothing
+ * to wait for: a copy to or from the device is in the order of its compute stream. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
                                                    dtrain_work **out)
 {
@@ -424,25 +414,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait or a test, after dtrain__wait_poll
- * returned `turn`, and fail the communicator if they say so: has another rank failed the
- * communicator, called something else, left? Before that, advance once more: what other ranks did
- * until they failed or left may be all that was needed. */
+/* Make the rare checks of a wait (NULL: of a test) after dtrain__wait_poll returned `turn`: fail
+ * the communicator if there is a circle, or another rank has failed it, has made another call or
+ * has left. Before that, advance once more: other ranks can have done their part before they failed
+ * or left. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *waited,
-                                 dtrain_result turn)
+                                 dtrain__wait *wait, dtrain_result turn)
 {
     dtrain_world *world = comm->base.world;
     const int *ranks = comm->base.world_ranks, rank = comm->base.rank;
-    int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
+    int waits = -1; /* a rank of the world that this rank waits for: a late rank if there is one */
     char text[DTRAIN__ERROR_BYTES] = "", name[128];
     if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
     if (waited->done || comm->failed) return;
 
+    if (wait && turn == DTRAIN_ERROR_PEER) wait->looked_ns = 0; /* it may have found a circle */
+    if (wait)
+        (void)dtrain__engine_ok(&comm->base, dtrain__look_for_circle(world, comm, waited, wait));
+    if (waited->done || comm->failed) return;
     if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
     else if (dtrain__load(&comm->report->state)) (void)dtrain__engine_standing(comm);
 
-    /* Read whether a rank has left before reading its progress, as what it did before counts. */
+    /* Check whether a rank has left before its progress: its work before it left counts. */
     const dtrain__work *work = comm->failed ? NULL : dtrain__blocking(comm, waited);
     for (int i = 0; i < comm->base.size && !comm->failed; i++) {
         const bool left = dtrain__left_for(world, ranks[i], comm->transport->grace_ns);
@@ -475,15 +469,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         dtrain__engine_advance_all(comm);
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, &wait, turn); /* can set failed */
     }
     bool ok = work->done;
-    if (ok && comm->staged) /* what the compute stream gets from now on comes after it */
+    if (ok && comm->staged) /* later work on the compute stream waits for the copy */
         ok = dtrain__engine_ok(&comm->base,
                                DTRAIN__ORDER(world->device, event_wait, work->bounce.copied, NULL));
     const dtrain_result result = ok ? DTRAIN_OK : dtrain__engine_standing(comm);
     dtrain__recycle(comm, work);
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return result;
 }
 
@@ -494,7 +489,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, NULL, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -521,13 +516,13 @@ DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t
     else comm->transport->unmap(base, memory, bytes);
 }
 
-/* Return the size of a communicator's memory: the engine's part, the transport's, world_ranks. */
+/* Return the bytes of a communicator: the engine's part, the transport's part and world_ranks. */
 static size_t dtrain__comm_bytes(const dtrain_transport_ops *transport, int size)
 {
     return offsetof(dtrain__engine, base) + transport->comm_bytes + (size_t)size * sizeof(int);
 }
 
-/* Free this rank's half of a communicator. Operations in flight are dropped. */
+/* Free this rank's half of a communicator, and drop operations in flight. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
     dtrain__engine *comm = dtrain__engine_of(base);
@@ -536,7 +531,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     dtrain__engine **link = &base->world->comms;
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
-    if (comm->staged) device->ops->synchronize(device); /* copies into memory that goes away */
+    if (comm->staged) device->ops->synchronize(device); /* end copies into memory freed below */
     while (comm->blocks) {
         dtrain__work *block = comm->blocks;
         comm->blocks = block->next_block;
@@ -550,7 +545,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     return DTRAIN_OK;
 }
 
-/* Make this rank's half of a communicator; it does not know the other ranks yet. */
+/* Make this rank's half of a communicator, without the other ranks. */
 static dtrain_result dtrain__engine_make(dtrain_world *world, int size, int rank,
                                          dtrain__engine **out, int64_t *address)
 {
@@ -579,10 +574,11 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, int size, int rank
     return result;
 }
 
-/* Make a communicator of `members` (size) of a parent; NULL: of the world. All ranks of the parent
- * call it, those that join none with a size of 0. They exchange the addresses of their halves, 0
- * where one could not be made. Then no rank gets a communicator: a group that lacks a rank would
- * wait for ever. Where no memory is shared, its failures are reported to the world. */
+/* Make a communicator of `members` (size) of a parent, or of the world if parent is NULL. All ranks
+ * of the parent call it; a rank in no group passes a size of 0. The ranks exchange the addresses of
+ * their halves. If a rank could not make its half, its address is 0, and no rank gets a
+ * communicator: a group without one of its ranks would wait for ever. If the transport has no
+ * shared report, failures of the communicator fail the world. */
 static dtrain_result dtrain__engine_form(dtrain_world *world, dtrain_comm *parent,
                                          const int *members, int size, int rank, dtrain_comm **out)
 {
@@ -620,12 +616,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_
 {
     int members[DTRAIN_MAX_RANKS];
     for (int i = 0; i < world->size; i++) members[i] = i;
+    world->look_for_circle = dtrain__look_for_circle;
     return dtrain__engine_form(world, NULL, members, world->size, world->rank, out);
 }
 
-/* Exchange colors and keys, and make a communicator of the ranks with this rank's color. It has a
- * number that no member has used; the groups of one split share it, as no two ranks are in two of
- * them. */
+/* Exchange colors and keys, and make a communicator of the ranks with this rank's color. Its number
+ * is new to all members. The groups of one split share the number: no rank is in two of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {

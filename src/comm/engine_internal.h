@@ -1,31 +1,30 @@
 /* The progress engine
  *
  * One engine drives the communicators "local", "staged" and "mpi". It owns everything that does not
- * depend on how bytes travel: the queue, the sequence numbers, the agreement on what is called,
- * waiting and deadlines, failure, split, and buffers in device memory. A transport below it moves
- * bytes; it is one dtrain_transport_ops table (comm/backend.h). The life of one collective on one
- * rank:
+ * depend on how bytes travel: the queue, the sequence numbers, the comparison of calls, waits and
+ * deadlines, failure, split, and buffers in device memory. A transport moves the bytes: it is one
+ * dtrain_transport_ops table (comm/backend.h). The life of one collective on one rank:
  *
  *     dtrain_all_reduce -> engine_start
- *         |   copy_in: device memory only; page-locked images take the place of the buffers
+ *         |   copy_in: device memory only; page-locked images replace the buffers
  *      QUEUED         waits for its copy, and until fewer than DTRAIN_WINDOW are under way
- *         |   transport->show: what this rank calls, with the data when the operation is small
- *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
- *         |   small: every rank computes its own result from what it has heard
+ *         |   transport->show: this rank's call, with the data if the operation is small
+ *      SHOWN          waits until transport->heard returns every rank's call; all must be equal
+ *         |   small: every rank computes its own result from the data with the calls
  *      MOVING         transport->move, until it returns true
  *         |   copy_out: device memory only
  *       done          engine_wait gives the handle back
  *
- * A message (send, receive) goes from QUEUED to MOVING when it is the first one between its two
- * ranks in its direction that is not posted; of a receive the call is heard and compared first.
+ * A message (send, receive) goes from QUEUED to MOVING when it is the first message between its two
+ * ranks in its direction that is not posted. A receive first hears and compares the sender's call.
  *
- * There is no progress thread: every step above is taken inside a call of the host's, by
- * engine_advance, which visits the queue from the oldest operation to the newest and never waits.
+ * There is no progress thread: engine_advance takes every step above, during a call of the host. It
+ * visits the queue from the oldest operation to the newest and never waits.
  *
  * Why a window: a rank starts operation t only after it has finished t - W, hence after every rank
- * has shown t - W. A rank can therefore be at most W operations ahead of another one, and a
- * transport that keeps 2 W places for what ranks show never overwrites one that is still read: a
- * rank that starts t has seen all ranks at t - W, and those had finished t - 2W before. */
+ * has shown t - W. So a rank can be at most W operations ahead of another rank. A transport that
+ * keeps 2 W places for calls never overwrites a place that is still read: a rank that starts t has
+ * seen all ranks at t - W, and those ranks had finished t - 2W before. */
 
 #pragma once
 
@@ -39,7 +38,7 @@
 #include "comm/comm_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__SMALL_TOTAL (8 * DTRAIN_SMALL_BYTES) /* what one rank reads of small data */
+#define DTRAIN__SMALL_TOTAL (8 * DTRAIN_SMALL_BYTES) /* most bytes of small data for one rank */
 
 typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
@@ -50,7 +49,7 @@ typedef enum dtrain__state {
     DTRAIN__MOVING = 2
 } dtrain__state;
 
-/* What a work has for buffers in device memory, see comm/staged.c; zero until first needed. */
+/* The bounce buffer of a work for device memory, see comm/staged.c; zero until first needed. */
 typedef struct dtrain__bounce {
     dtrain_collective called; /* with the program's buffers; op.what has addresses in the image */
     dtrain_event *computed, *copied;
@@ -58,29 +57,29 @@ typedef struct dtrain__bounce {
     size_t bytes;
 } dtrain__bounce;
 
-/* The engine's part of a work precedes the part that the transport sees. */
+/* A work: the engine's part precedes the transport's part. */
 struct dtrain__work {
-    dtrain__work *next;       /* in the queue, or among the idle */
-    dtrain__work *next_block; /* in the first of a block of works, which stay until the end */
+    dtrain__work *next;       /* in the queue or in the list of idle works */
+    dtrain__work *next_block; /* in the first work of a block; blocks stay until the end */
     dtrain__bounce bounce;
-    int heard; /* all ranks below this one have been heard, and call the same */
+    int heard; /* number of ranks, from rank 0, whose call was heard and is equal */
     dtrain__state state;
     bool done;
     dtrain_transport_work op;
 };
 
-/* Likewise of a communicator. */
+/* A communicator: the engine's part precedes the transport's part. */
 struct dtrain__engine {
     const dtrain_transport_ops *transport;
     dtrain__engine *next;             /* in world->comms */
-    bool failed;                      /* comm->report says why */
-    dtrain__abort_record *report;     /* the first failure; who shares it fails together */
-    uint64_t sequence;                /* of the collective started last */
-    uint64_t agreed;                  /* of the collective agreed on last */
-    dtrain__work *queue, **queue_end; /* not done, in the order of their start */
+    bool failed;                      /* true after a failure; `report` has the sentence */
+    dtrain__abort_record *report;     /* first failure; communicators that share it fail together */
+    uint64_t sequence;                /* number of the last collective started */
+    uint64_t agreed;                  /* number of the last collective that all ranks agreed on */
+    dtrain__work *queue, **queue_end; /* operations in flight, in the order of their start */
     dtrain__work *idle, *blocks;
-    bool staged;           /* the host cannot read the device's memory: copies before and after */
-    dtrain_stream *stream; /* of those copies */
+    bool staged;           /* true if the host cannot read device memory, which is copied */
+    dtrain_stream *stream; /* for these copies */
     dtrain_comm base;
 };
 
@@ -112,6 +111,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int colo
                                                    dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, dtrain_comm **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
+
+/* comm/circle.c */
+DTRAIN__PRIVATE bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work,
+                                       int rank);
+DTRAIN__PRIVATE dtrain_result dtrain__look_for_circle(dtrain_world *world, dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain__wait *wait);
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);

@@ -1,9 +1,9 @@
 /* Dumps: the flight record of a rank
  *
  * A dump has the newest collectives and messages of this rank, from the timeline's events
- * (world/timeline.c), its communicators, and what the control page shows of every other rank.
- * build/flight reads the dumps of all ranks and says which rank is behind, in which call. A dump is
- * written without allocating, because it is also made when there is no memory. */
+ * (world/timeline.c), its communicators, and the pulses of all ranks from the control page.
+ * build/flight reads the dumps of all ranks and names the late rank and its call. Writing a dump
+ * allocates nothing, because a rank also writes one when it has no memory. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -15,7 +15,7 @@
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
 
-/* Write who is in a communicator, and the sequence number of this rank's last call of it. */
+/* Write the ranks of a communicator, and the number of this rank's last collective. */
 static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *comm, bool failed,
                                       bool first)
 {
@@ -28,7 +28,7 @@ static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *co
     dtrain__writer_add(out, "]}");
 }
 
-/* Write what this rank knows of itself, of each rank, of its communicators and of their calls. */
+/* Write this rank's state, the pulse of each rank, the communicators and the calls. */
 static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
 {
     static const char *const states[] = {"queued", "started", "done", "failed"};
@@ -69,11 +69,11 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
         dtrain__writer_add(out, "}");
     }
 
-    /* The communicators of the engine, and the world's; others are not listed anywhere. */
+    /* The world's communicator and those of the engine; other communicators are in no list. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
     if (!first) dtrain__dump_communicator(out, world->comm, ring->code != 0, true);
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
-        if (!comm->report) continue; /* half of one that is being made */
+        if (!comm->report) continue; /* not complete yet */
         dtrain__dump_communicator(out, &comm->base, comm->failed, first);
         first = false;
     }
@@ -98,7 +98,7 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
     dtrain__writer_flush(out);
 }
 
-/* Write DIRECTORY/flight-RANK.json: under another name first, so that nobody reads half of it. */
+/* Write DIRECTORY/flight-RANK.json. A rename makes the complete file appear. */
 DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory)
 {
     char path[DTRAIN__FLIGHT_PATH + 30], temporary[sizeof path + 4], text[4 * DTRAIN__WRITER_PIECE];

@@ -1,22 +1,23 @@
 /* The local transport: shared memory
  *
- * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
+ * Each rank owns one "part" of a communicator in shared memory, and only this rank writes to it:
  *
  *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
  *     slot s % Q       | progress = (s, stage) | call and buffers of operation s | small data |
  *
- * An operation has numbered stages. A rank that has done its share of a stage "reaches" it: it
- * stores the number in its slot (release). It goes on when all ranks have reached the stage
- * (acquire). At stage 1 a rank shows its call. When all have, and agree, all of them take the same
- * path:
+ * An operation has numbered stages. A rank that has done its work of a stage "reaches" the stage:
+ * it stores the number in its slot (release). It continues when all ranks have reached the stage
+ * (acquire). At stage 1 a rank shows its call. When all ranks have shown equal calls, all of them
+ * take the same path:
  *
- *     small    the data came with the calls: every rank computes its own result, done
+ *     small    the calls carry the data: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
- *              takes what belongs to its own: stage 2, done. No temporary memory
- *     copied   otherwise: what other ranks need goes through the stage buffers in chunks, see
- *              dtrain__next_step: one stage a step
+ *              copies its own result from the other ranks' buffers: stage 2, done. It needs no
+ *              temporary memory
+ *     copied   otherwise: data for other ranks goes through the stage buffers in chunks, one stage
+ *              per step, see dtrain__next_step
  *
- * All paths add in rank order in fp32 and round once, so results have the same bits on each.
+ * All paths add in rank order in fp32 and round once, so their results have the same bits.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
 
@@ -35,50 +36,50 @@
 #define DTRAIN__SLOTS (2 * DTRAIN_WINDOW)
 #define DTRAIN__STAGE_BYTES ((size_t)2 << 20) /* below 1 MiB they stay in the readers' L2 */
 #define DTRAIN__TRIED_BYTES ((size_t)16 << 10)
-#define DTRAIN__FAR_BYTES ((size_t)4 << 20) /* slices from this size on do not stay in caches */
+#define DTRAIN__FAR_BYTES ((size_t)4 << 20) /* larger slices do not stay in caches */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
 
-/* Written by its rank only; 65 cache lines, so that slots spread over the sets of a cache. */
+/* A call of one rank, written only by this rank. It takes 65 cache lines, so that slots spread over
+ * the sets of a cache. */
 typedef struct dtrain__slot {
     uint64_t progress; /* atomic; only grows */
     dtrain_call shown;
     char data[DTRAIN_SMALL_BYTES];
     const char *send;
     char *recv;
-    bool direct; /* these buffers allow the direct path */
+    bool direct; /* true if these buffers allow the direct path */
 } dtrain__slot;
 
-/* Messages of one ordered pair of ranks. head - tail cells are filled: a message that does not fit
- * into all of them has one, which says where it lies, if the receiver can read it there: then it
- * comes without the sender, which may compute. Others are cut in cells. */
+/* A channel carries the messages of one ordered pair of ranks; head - tail cells are filled. A
+ * message is cut into cells. A longer message than all cells takes only one cell, with its address,
+ * if the receiver can read it there: it then arrives while the sender computes. */
 typedef struct dtrain__cell {
-    dtrain_call shown; /* of the whole message */
-    const char *lies;  /* NULL: the cell has the data */
-    uint64_t path;     /* dtrain__path to it */
-    char line[DTRAIN__CACHE_LINE - sizeof(dtrain_call) - 16];
+    dtrain_call shown;   /* of the whole message */
+    const char *address; /* of the message; NULL if the cell has the data */
+    uint64_t path;       /* dtrain__path to that address */
+    char padding[DTRAIN__CACHE_LINE - sizeof(dtrain_call) - 16];
     char data[DTRAIN__CELL_BYTES];
 } dtrain__cell;
 
 typedef struct dtrain__channel {
-    uint64_t head; /* atomic, the sender's */
-    uint64_t head_line[7];
-    uint64_t tail; /* atomic, the receiver's */
-    uint64_t tail_line[7];
+    uint64_t head; /* atomic, written by the sender */
+    uint64_t head_padding[7];
+    uint64_t tail; /* atomic, written by the receiver */
+    uint64_t tail_padding[7];
     dtrain__cell cells[DTRAIN__CELLS];
 } dtrain__channel;
 
-/* The memory that one rank shows to the others; all zero is its valid beginning. */
+/* Shared memory that one rank writes and the other ranks read. It begins as zeros. */
 struct dtrain__part {
-    dtrain__abort_record report; /* of the first part only: the communicator's failure */
-    uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
+    dtrain__abort_record report; /* the communicator's failure, in the first rank's part */
+    uint32_t departed, size;     /* departed: atomic, ranks that destroyed the communicator */
     char *stage;                 /* buffer of the copied path, made when first needed */
-    int64_t pid;                 /* of its rank, which has in private memory, */
-    const uint64_t *proof;       /* at this address, */
-    uint64_t proof_value;        /* this number: others read it to see that they can */
-    uint32_t reads;              /* atomic: this rank can read every rank's memory; known when it
-                                    has come to a collective */
+    int64_t pid;                 /* process of this rank */
+    const uint64_t *proof;       /* a number in this rank's private memory, */
+    uint64_t proof_value;        /* and its value: a rank that reads it can read the memory */
+    uint32_t reads;              /* atomic: 1 if this rank can read every rank's memory */
     dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
@@ -88,24 +89,24 @@ typedef struct dtrain__local_comm {
     dtrain_comm base;
     dtrain__part **parts; /* (size) */
     uint64_t proof;       /* see dtrain__part */
-    uint32_t far_places;  /* so many places are written past the cache, see dtrain__fill_place */
-    size_t stage_end;     /* copied path: where the last chunk of the last operation ends */
+    uint32_t far_places;  /* number of next places written past the cache, see fill_place */
+    size_t stage_end;     /* copied path: end of the last operation's last chunk */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
 
 typedef struct dtrain__local_work {
     dtrain_transport_work base;
-    uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
+    uint32_t stage, final; /* stage: reached by this rank; final 0: the path is not chosen yet */
     dtrain__path path;
-    int seen;             /* ranks below it have reached `stage` */
-    bool sliced;          /* copied path: ranks add up slices, and take those of others */
-    size_t bytes;         /* of a rank's slice where the call says what it is, else of the buffer */
+    int seen;             /* all ranks below this rank have reached `stage` */
+    bool sliced;          /* copied path: ranks add up slices and exchange the sums */
+    size_t bytes;         /* of a rank's slice if the call defines slices, else of the buffer */
     size_t place, places; /* bytes of a place, places of a chunk */
-    size_t chunks, first; /* how many, and how many before the first in the stage buffer */
-    size_t fit;           /* chunks that the stage buffer has room for */
-    size_t moved;         /* messages: bytes that this side is done with */
-    uint64_t end;         /* a send that waits for the receiver: its cells are before this one */
+    size_t chunks, first; /* first: number of chunks before chunk 0 in the stage buffer */
+    size_t fit;           /* number of chunks that fit into the stage buffer */
+    size_t moved;         /* messages: bytes that this side has sent or received */
+    uint64_t end;         /* a posted send: the head after its cells */
 } dtrain__local_work;
 
 static dtrain__part *dtrain__part_at(const dtrain_comm *comm, int rank)
@@ -137,12 +138,12 @@ static void dtrain__reach(const dtrain_comm *comm, dtrain__local_work *work, uin
 
 /* ---- Reading another rank's memory ------------------------------------------------------------*/
 
-#ifndef __cplusplus /* a C file that includes dtrain.h late has not asked for this prototype */
+#ifndef __cplusplus /* hidden if system headers came before dtrain.h */
 ssize_t process_vm_readv(pid_t pid, const struct iovec *to, unsigned long to_count,
                          const struct iovec *from, unsigned long from_count, unsigned long flags);
 #endif
 
-/* Copy memory of another rank's process; false with errno when the kernel refuses. */
+/* Copy memory of another rank's process; false and errno if the kernel refuses. */
 static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t bytes)
 {
     for (size_t done = 0; done < bytes;) {
@@ -155,7 +156,7 @@ static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t 
     return true;
 }
 
-/* Say whether the kernel can read these bytes of this rank: not where a driver mapped them. */
+/* Return true if the kernel can read these bytes of this rank; it cannot read a driver's memory. */
 static bool dtrain__is_readable(const void *memory, size_t bytes)
 {
     char byte;
@@ -164,8 +165,8 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
             dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
 }
 
-/* Read another rank's bytes. False: that rank has ended, which the wait will report, or the
- * communicator has failed. */
+/* Read another rank's bytes. Return false if that rank has ended, which the wait will report, or if
+ * the communicator has failed. */
 static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *to, size_t bytes)
 {
     comm->info.staged_bytes += bytes;
@@ -180,8 +181,8 @@ static bool dtrain__fetch(dtrain_comm *comm, int rank, const char *from, char *t
 
 /* ---- Showing a call ---------------------------------------------------------------------------*/
 
-/* Show a call, and whether this rank's buffers allow the direct path: other ranks read `send`; they
- * write `recv` where slices of a result are computed by different ranks. */
+/* Show a call, and whether this rank's buffers allow the direct path: other ranks read `send`, and
+ * write to `recv` if each rank computes a slice of the result. */
 static void dtrain__local_show(dtrain_comm *comm, dtrain_transport_work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -221,9 +222,10 @@ static const dtrain_call *dtrain__local_heard(const dtrain_comm *comm, uint64_t 
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* The direct path. Of a sum or a broadcast compute this rank's slice in every rank's result; in
- * place, an all-reduce overwrites a slice that no other rank reads. Otherwise take from each rank
- * what belongs into this rank's result, the next rank's first: not all read the same rank. */
+/* The direct path. For a sum or a broadcast, compute this rank's slice of every rank's result; in
+ * place, an all-reduce overwrites a slice that no other rank reads. Otherwise copy this rank's
+ * result from the other ranks' buffers, beginning with the next rank: so ranks do not all read from
+ * the same rank. */
 static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
@@ -252,22 +254,23 @@ static void dtrain__make_direct(const dtrain_comm *comm, const dtrain__local_wor
                         outs, length);
 }
 
-/* The copied path goes through the stage buffers in chunks. One step of it is one stage:
+/* The copied path moves an operation through the stage buffers in chunks. One step is one stage:
  *
- *     step s    chunk s        copy in what other ranks need of this rank's input
- *               chunk s - 1    add up this rank's slice, or take what others have copied in
- *               chunk s - 2    all-reduce and reduce: take the slices that others have added up
+ *     step s    chunk s        copy this rank's input for other ranks into the stage buffer
+ *               chunk s - 1    add up this rank's slice, or take the other ranks' data
+ *               chunk s - 2    all-reduce and reduce: take the slices that other ranks added up
  *
- * A chunk is one place, or one for each rank's slice. A rank does not copy its own slice in: of an
- * all-reduce or reduce the sum goes there. In step s others may still read chunks s - 1 and s - 2,
- * and no older one: all have ended step s - 1. At the end of an operation nobody waits: some rank
- * may still read the last chunk when another one fills the first of the next operation, which
- * therefore lies elsewhere. The second is filled when all have taken the next operation's step 0,
- * and only the oldest operation in flight takes steps. */
+ * A chunk has one place, or one place for each rank's slice. A rank does not copy its own slice in:
+ * the sum of an all-reduce or reduce goes to that place. In step s other ranks can still read
+ * chunks s - 1 and s - 2, but no older chunk: all ranks have ended step s - 1. At the end of an
+ * operation no rank waits: a rank can still read the last chunk when another rank fills the first
+ * chunk of the next operation, so that chunk has another place. The second chunk is filled when all
+ * ranks have taken step 0 of the next operation, because only the oldest operation in flight takes
+ * steps. */
 
-/* Cut an operation into chunks that are as equal as they can be. They follow each other around the
- * buffer, which has room for four of the largest. The first one lies after all that the last
- * operation used or at the beginning, and so not on that operation's last chunk. */
+/* Cut an operation into chunks of nearly equal size. The stage buffer is a ring that has room for
+ * four of the largest chunks. The first chunk lies after the chunks of the last operation or at the
+ * beginning, and so not on that operation's last chunk. */
 static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
@@ -287,7 +290,7 @@ static void dtrain__cut_chunks(dtrain__local_comm *comm, dtrain__local_work *wor
     work->final = (uint32_t)work->chunks + (work->sliced ? 3 : 2);
 }
 
-/* Return place j of chunk c in the buffer of a rank: NULL where that rank gives nothing. */
+/* Return place j of chunk c in the buffer of a rank; NULL if that rank sends nothing. */
 static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work *work, int rank,
                               size_t c, int j)
 {
@@ -296,7 +299,7 @@ static char *dtrain__place_of(const dtrain_comm *comm, const dtrain__local_work 
     return stage ? stage + (place + (work->places > 1 ? (size_t)j : 0)) * work->place : NULL;
 }
 
-/* Find where slice j of chunk c lies in a buffer; return its bytes. */
+/* Find the offset of slice j of chunk c in a program's buffer; return its bytes. */
 static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_work *work, size_t c,
                                   int j, size_t *at)
 {
@@ -305,11 +308,12 @@ static size_t dtrain__chunk_slice(const dtrain_comm *comm, const dtrain__local_w
     return work->bytes - *at < work->place ? work->bytes - *at : work->place;
 }
 
-/* Copy into a place, whose lines are in the cache of the core that has read them. Cores that share
- * a cache get them back at once. Cores of two parts of a chip get them at 2.3 GB/s (Zen 4); writing
- * past the cache is ten times as fast there, but readers find the data in memory, which takes twice
- * as long as a common cache. The beginning of a place tells which it is. After a slow one, 64
- * places are written past the cache without a try, and so are those too short to tell. */
+/* Copy into a place whose cache lines are in the cache of the core that last read them. Cores that
+ * share a cache get the lines back at once. Between two parts of a chip this runs at 2.3 GB/s
+ * (Zen 4). There a write past the cache is ten times as fast, but readers then find the data in
+ * memory, which takes twice as long as a shared cache. So the first bytes of a place are timed.
+ * After a slow place, 64 places are written past the cache without a trial. A place that is too
+ * short for a trial is always written past the cache. */
 static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from, size_t bytes)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
@@ -325,7 +329,7 @@ static void dtrain__fill_place(dtrain_comm *comm, char *place, const char *from,
     dtrain__copy_lines(place + tried, from + tried, bytes - tried, !tried || local->far_places > 0);
 }
 
-/* Add up this rank's slice of a chunk, or take what the chunk has for this rank. */
+/* Add up this rank's slice of a chunk, or take this rank's data from the chunk. */
 static void dtrain__use_chunk(dtrain_comm *comm, const dtrain__local_work *work, size_t c)
 {
     const dtrain_collective *what = &work->base.what;
@@ -392,7 +396,7 @@ static dtrain__channel *dtrain__channel_of(const dtrain_comm *comm, const dtrain
     return dtrain__load(&dtrain__part_at(comm, from)->channels[to]);
 }
 
-/* Say whether the other side has to act first. */
+/* Return true if the other side has to act first. */
 static bool dtrain__message_stuck(const dtrain_comm *comm, const dtrain__local_work *work)
 {
     const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
@@ -403,7 +407,7 @@ static bool dtrain__message_stuck(const dtrain_comm *comm, const dtrain__local_w
     return work->base.posted ? tail < work->end : filled == (sends ? DTRAIN__CELLS : 0u);
 }
 
-/* Fill or empty cells, as far as it goes; an empty message is one empty cell. */
+/* Fill or empty cells until the other side has to act. An empty message takes one empty cell. */
 static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
@@ -425,7 +429,7 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
         if (!sends && !work->base.agreed) return false;
 
-        /* The sender writes how the receiver comes to a message that is longer than the channel. */
+        /* The sender chooses the path of a message that is longer than the channel. */
         if (sends && work->moved == 0 && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES) {
             if (dtrain__is_shared(comm->world, what->send, bytes)) work->path = DTRAIN__DIRECT;
             else if (dtrain__load(&dtrain__part_at(comm, what->root)->reads) &&
@@ -435,24 +439,24 @@ static bool dtrain__local_message(dtrain_comm *comm, dtrain__local_work *work)
         if (sends) {
             cell->shown = work->base.call;
             cell->path = (uint64_t)work->path;
-            cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
+            cell->address = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
         }
 
-        if (cell->lies) length = bytes;
+        if (cell->address) length = bytes;
         else comm->info.staged_bytes += length;
-        if (sends && !cell->lies && length)
+        if (sends && !cell->address && length)
             memcpy(cell->data, (const char *)what->send + work->moved, length);
         if (!sends && cell->path != DTRAIN__READ && length)
             dtrain__copy_lines((char *)what->recv + work->moved,
-                               cell->lies ? cell->lies : cell->data, length, false);
+                               cell->address ? cell->address : cell->data, length, false);
         if (!sends && cell->path == DTRAIN__READ &&
-            !dtrain__fetch(comm, what->root, cell->lies, (char *)what->recv, length))
+            !dtrain__fetch(comm, what->root, cell->address, (char *)what->recv, length))
             return false;
         work->moved += length;
         dtrain__store(mine, *mine + 1);
         ++*comm->moves;
         work->end = *mine;
-        work->base.posted = sends && work->moved == bytes && cell->lies;
+        work->base.posted = sends && work->moved == bytes && cell->address;
         if (work->moved == bytes && !work->base.posted) return true;
     }
     return false;
@@ -463,7 +467,7 @@ static bool dtrain__local_move(dtrain_comm *comm, dtrain_transport_work *base)
     dtrain__local_work *work = (dtrain__local_work *)base;
     if (!base->sequence) return dtrain__local_message(comm, work);
     if (base->small) return true;
-    if (!work->final) { /* choose the path from what all ranks have shown; all are at stage 1 */
+    if (!work->final) { /* choose the path: all ranks have shown their calls and are at stage 1 */
         work->seen = comm->size;
         work->path = DTRAIN__DIRECT;
         work->final = 2;
@@ -503,7 +507,7 @@ static void dtrain__local_unmap(dtrain_comm *comm, void *memory, size_t bytes)
     dtrain__shared_free(comm->world, memory);
 }
 
-/* Free retired parts: those of destroyed communicators that all members have left. */
+/* Free the parts of destroyed communicators that all members have left. */
 static void dtrain__sweep_retired(dtrain_world *world)
 {
     dtrain__part **link = &world->retired;
@@ -543,16 +547,16 @@ static dtrain_result dtrain__local_make(dtrain_comm *base, int64_t *address)
     own->pid = getpid();
     own->proof = &comm->proof;
     own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
-#ifdef PR_SET_PTRACER /* where yama guards memory, let the launcher's processes read this one's */
+#ifdef PR_SET_PTRACER /* with yama: let the launcher's processes read this process's memory */
     if (!world->guest && getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
 #endif
     *address = (int64_t)(intptr_t)part;
     return DTRAIN_OK;
 }
 
-/* Find out, too, whether this rank can read the memory of all: read each rank's proof, and compare.
- * A kernel can forbid it (yama, seccomp), and in another namespace the pid is that of another
- * process. */
+/* Store the parts of all ranks, and find out whether this rank can read the memory of all ranks:
+ * read each rank's proof, and compare. A kernel can forbid it (yama, seccomp), and in another
+ * namespace the pid can belong to another process. */
 static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
@@ -567,38 +571,31 @@ static void *dtrain__local_join(dtrain_comm *base, const int64_t *addresses)
     return &comm->parts[0]->report;
 }
 
-/* Free this rank's private memory. Its part stays until every member has left, because others may
- * still read it. */
+/* Free this rank's private memory. Its part stays until every member has left, because other ranks
+ * can still read it. */
 static void dtrain__local_release(dtrain_comm *base, bool joined)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
     dtrain_world *world = base->world;
     if (!comm->parts) return;
     dtrain__part *part = comm->parts[base->rank];
-    if (joined) {
+    if (!joined) dtrain__shared_free(world, part);
+    else {
         part->next = world->retired;
         world->retired = part;
         for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
         dtrain__sweep_retired(world);
-    } else {
-        dtrain__shared_free(world, part);
     }
     dtrain__free(&world->allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
 }
 
-static const dtrain_transport_ops dtrain__local_transport = {sizeof(dtrain__local_comm),
-                                                             sizeof(dtrain__local_work),
-                                                             0,
-                                                             dtrain__local_make,
-                                                             dtrain__local_join,
-                                                             dtrain__local_release,
-                                                             dtrain__local_map,
-                                                             dtrain__local_unmap,
-                                                             dtrain__local_show,
-                                                             dtrain__local_heard,
-                                                             dtrain__local_move,
-                                                             dtrain__local_lags,
-                                                             NULL};
+/* clang-format off */
+static const dtrain_transport_ops dtrain__local_transport = {
+    sizeof(dtrain__local_comm), sizeof(dtrain__local_work), 0,
+    dtrain__local_make, dtrain__local_join, dtrain__local_release, dtrain__local_map,
+    dtrain__local_unmap, dtrain__local_show, dtrain__local_heard, dtrain__local_move,
+    dtrain__local_lags, NULL};
+/* clang-format on */
 
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(bool staged)
 {

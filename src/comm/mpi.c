@@ -1,30 +1,29 @@
 /* The MPI transport
  *
- * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * the program's communicator, and MPI_Testsome inside dtrain's calls. MPI does not compare what
- * ranks call, has no deadline and fixes no order of additions: the engine and this file do. A
- * collective sends:
+ * MPI only carries bytes between two ranks: MPI_Isend and MPI_Irecv on one duplicate of the
+ * program's communicator, and MPI_Testsome during dtrain's calls. MPI does not compare calls, has
+ * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
  *
- *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
- *                must agree; a small operation is complete now
- *     parts      chunk c of slice j, from each rank that contributes to it, to rank j ...
- *     results    ... which adds them in rank order and sends the sum to each rank that receives it
+ *     records    from every rank to every other rank: | call | small data |. All calls must be
+ *                equal; a small operation is then complete
+ *     parts      chunk c of slice j, from each rank that contributes to it, to rank j
+ *     results    rank j adds the parts in rank order and sends the sum to each receiving rank
  *
  *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
  *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
  *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
  *
- * (comm/reduce.c says which ranks contribute and receive.) Large operations go in rounds. Round r
- * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of them
- * have arrived, the sum of chunk r is computed and the next round begins. So temporary memory does
- * not depend on the count: it holds one chunk from every other rank, and the sum at this rank's
- * place. Only the oldest operation is in rounds; records of later ones are exchanged meanwhile. A
- * rank posts all requests of a round before it waits for any, so there is no deadlock.
+ * (comm/reduce.c lists the ranks that contribute and receive.) Large operations move in rounds.
+ * Round r moves the parts of chunk r and the results of chunk r - 1. When all of them have arrived,
+ * this rank computes the sum of chunk r, and the next round begins. So temporary memory does not
+ * depend on the count: it holds one chunk from every other rank, and the sum at this rank's place.
+ * Only the oldest operation moves in rounds; ranks exchange records of later operations meanwhile.
+ * A rank posts all requests of a round before it waits for any, so there is no deadlock.
  *
- * A send or receive moves one record, which contains small data, and then large data in pieces.
+ * A message moves one record, which contains small data, and then large data in pieces.
  *
- * A communicator is a range of tags, and MPI keeps messages of one tag in order. Once the ranks
- * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
+ * A communicator is a range of tags, and MPI keeps messages of one tag in order. After the ranks
+ * have met, no MPI call that can block is made; after a failure, no MPI call at all, and buffers of
  * requests in flight stay mapped until the process ends. */
 
 #include "core/platform_internal.h"
@@ -43,10 +42,10 @@
 
 #ifdef DTRAIN_USE_MPI
 
-#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* of the chunks of all ranks, at most */
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* most bytes of the chunks of all ranks */
 
-/* The purpose of a request. When an operation hangs, the smallest pending one names the late ranks:
- * a missing part holds up all results, and a missing result may hold up a peer's receives. */
+/* The purpose of a request. If an operation hangs, the smallest pending purpose names the late
+ * ranks: a missing part delays all results, and a missing result can delay a peer's receives. */
 typedef enum dtrain__mpi_use {
     DTRAIN__PART_IN = 0,
     DTRAIN__RESULT_IN = 1,
@@ -56,8 +55,8 @@ typedef enum dtrain__mpi_use {
 
 typedef struct dtrain__mpi_work {
     dtrain_transport_work base;
-    int pending;  /* requests in flight, except receives of records */
-    size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
+    int pending;  /* requests in flight, without receives of records */
+    size_t round; /* next round; of a message: 0 is the record, n is piece n - 1 */
 } dtrain__mpi_work;
 
 typedef struct dtrain__mpi_token {
@@ -66,17 +65,17 @@ typedef struct dtrain__mpi_token {
     int rank;
 } dtrain__mpi_token;
 
-/* What a rank shows, as it is sent from `call` on. */
+/* A rank's call and small data. Messages of MPI begin at `call`. */
 typedef struct dtrain__mpi_record {
-    uint64_t heard; /* sequence number of the newest one received; 1: of a message */
+    uint64_t heard; /* number of the last collective received; 1 for a message */
     dtrain_call call;
-    char data[DTRAIN_SMALL_BYTES]; /* less where there are many ranks */
+    char data[DTRAIN_SMALL_BYTES]; /* less if there are many ranks */
 } dtrain__mpi_record;
 
 typedef struct dtrain__mpi_comm {
     dtrain_comm base;
-    dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
-    int active;                /* requests in flight: so many of requests and tokens are used */
+    dtrain__mpi_hub *hub, own; /* hub: `own` of the world's communicator, shared by all */
+    int active;                /* requests in flight; used entries of requests and tokens */
     MPI_Request *requests;     /* (room), as the next three */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
@@ -90,7 +89,7 @@ typedef struct dtrain__mpi_comm {
 
 /* ---- Aborts -----------------------------------------------------------------------------------*/
 
-/* Hear of another rank's abort, in a world without a link. */
+/* Receive another rank's abort, in a world without a link. */
 static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     const dtrain__abort_record *abort = &hub->aborts[1];
@@ -101,8 +100,8 @@ static void dtrain__mpi_hear(dtrain_world *world, dtrain__mpi_hub *hub)
                                    (dtrain_result)abort->code, abort->text);
 }
 
-/* Send this rank's abort to all others, or hear of one. After its own nothing is sent any more; so
- * MPI gets a moment for it, and what it may still read stays mapped. */
+/* Send this rank's abort to all ranks, or receive an abort. After this rank's abort nothing else is
+ * sent, so MPI gets 0.1 s to send it. Memory that MPI can still read stays mapped. */
 static void dtrain__mpi_tell(dtrain_world *world)
 {
     dtrain__mpi_hub *hub = world->comm ? ((dtrain__mpi_comm *)world->comm)->hub : NULL;
@@ -128,15 +127,15 @@ static void dtrain__mpi_tell(dtrain_world *world)
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
 
-/* Say whether this rank has heard of a failure in the world: MPI is not called any more. */
+/* Return true if the world has failed: no more MPI calls. */
 static bool dtrain__mpi_failed(const dtrain__mpi_comm *comm)
 {
     if (dtrain__load(&comm->base.world->control->aborted.state)) comm->hub->failed = true;
     return comm->hub->failed;
 }
 
-/* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
- * exit status, which is the better sentence: so wait a second for it first. */
+/* Fail with MPI's error text. MPI can notice a dead rank before the control page has its exit
+ * record, which makes a better sentence: so first wait a second for that. */
 static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -173,9 +172,9 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
     comm->active++;
 }
 
-/* Return a record of a collective, or of messages (0). Place r < size receives from rank r; the
- * places from `size` on hold what this rank sends: one record for all ranks in a collective, else
- * one for each peer. */
+/* Return a record of a collective, or of messages (sequence 0). Place r < size receives from rank
+ * r. The places from `size` on hold records that this rank sends: one for all ranks in a
+ * collective, else one for each peer. */
 static dtrain__mpi_record *dtrain__mpi_record_of(const dtrain__mpi_comm *comm, uint64_t sequence,
                                                  int place)
 {
@@ -192,7 +191,7 @@ static void dtrain__mpi_post_record(dtrain__mpi_comm *comm, dtrain__mpi_work *wo
                      comm->record_bytes - offsetof(dtrain__mpi_record, call));
 }
 
-/* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
+/* Remove completed requests. Call MPI even without requests in flight: it can still have data of
  * completed sends to move. */
 static void dtrain__mpi_poll(dtrain_comm *base)
 {
@@ -227,7 +226,7 @@ static void dtrain__mpi_poll(dtrain_comm *base)
     ++*base->moves;
 }
 
-/* Write what this rank calls and, after it, its input if that is small; return their bytes. */
+/* Write this rank's call and then, if it is small, its input; return the bytes. */
 static size_t dtrain__mpi_write_shown(const dtrain_transport_work *work, dtrain_call *at)
 {
     const size_t bytes = work->small ? work->send_bytes : 0;
@@ -259,7 +258,7 @@ static const dtrain_call *dtrain__mpi_heard(const dtrain_comm *base, uint64_t se
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
-/* A receiver first posts the record, whose call the engine compares before it agrees. */
+/* A receiver first posts the record, whose call the engine compares. */
 static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
 {
     dtrain_transport_work *work = &own->base;
@@ -292,15 +291,15 @@ static bool dtrain__mpi_message(dtrain__mpi_comm *comm, dtrain__mpi_work *own)
 
 /* ---- Rounds -----------------------------------------------------------------------------------*/
 
-/* Return the chunk size. All-gather and all-to-all add nothing, so their data is received at its
- * final address in large messages. */
+/* Return the chunk size. All-gather and all-to-all add nothing, so they receive large messages at
+ * the final address. */
 static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
 }
 
-/* Find chunk c of a transfer; false: it is nothing, or has fewer chunks. */
+/* Find chunk c of a transfer; false if there is none. */
 static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                  bool results, int from, int to, size_t c, dtrain__transfer *chunk)
 {
@@ -313,7 +312,8 @@ static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_coll
     return true;
 }
 
-/* Return the address of chunk c of this rank's sum: in recv if it receives it, else temporary. */
+/* Return the address of chunk c of this rank's sum: in recv if this rank receives it, else in
+ * temporary memory. */
 static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
                              size_t offset)
 {
@@ -323,8 +323,8 @@ static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collecti
            (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
 }
 
-/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
- * results: second phase. MPI does not write to a send buffer, though old versions take no const. */
+/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank.
+ * results: second phase. MPI only reads a send buffer, though old versions lack the const. */
 static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
                                    int from, int to, size_t c)
 {
@@ -346,7 +346,7 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
 }
 
 /* Post rounds until one is in flight; return true when the collective is complete. The sends of
- * this rank's records count as pending: the next collective of the line reuses their buffers. */
+ * this rank's records count as pending: the collective DTRAIN_WINDOW later reuses their buffers. */
 static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -371,7 +371,7 @@ static bool dtrain__mpi_move(dtrain_comm *base, dtrain_transport_work *work)
             char *to = (char *)what->recv + slice;
             if (from != to) memcpy(to, from, what->count * unit);
         }
-        /* All parts of chunk r - 1 of this rank's slice have arrived: add them up. */
+        /* Add up the parts of chunk r - 1 of this rank's slice, which have all arrived. */
         if (r && kind->reduces &&
             dtrain__mpi_chunk_of(comm, what, false, rank, rank, r - 1, &chunk)) {
             const char *in[DTRAIN_MAX_RANKS];
@@ -431,7 +431,7 @@ static dtrain_result dtrain__mpi_map(dtrain_comm *comm, size_t asked, void **out
     return DTRAIN_OK;
 }
 
-/* Unmap memory, except after a failure: MPI may still write to it. */
+/* Unmap memory, except after a failure: MPI can still write to it. */
 static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
 {
     const size_t bytes = dtrain__mpi_pages(asked);
@@ -439,9 +439,9 @@ static void dtrain__mpi_unmap(dtrain_comm *comm, void *memory, size_t asked)
     dtrain__unpromise(comm->world, bytes);
 }
 
-/* Meet in MPI if this is the world's communicator; all others share its hub. With each rank there
- * can be in flight: for every operation of the window a record each way, the four requests of one
- * round, and one of a send and of a receive. */
+/* Meet in MPI for the world's communicator; all other communicators share its hub. Requests in
+ * flight with each rank: a record each way for every operation of the window, four requests of a
+ * round, one of a send and one of a receive. */
 static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -488,8 +488,8 @@ static dtrain_result dtrain__mpi_make(dtrain_comm *base, int64_t *address)
     return DTRAIN_OK;
 }
 
-/* Exchange no addresses: MPI knows the ranks. There is no memory for a report: a failure fails all
- * communicators of the world. */
+/* MPI knows the ranks, so no address is needed. There is no shared memory for a report: a failure
+ * fails all communicators of the world. */
 static void *dtrain__mpi_join(dtrain_comm *comm, const int64_t *addresses)
 {
     (void)comm;
@@ -510,8 +510,7 @@ static void dtrain__mpi_release(dtrain_comm *base, bool joined)
     if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
-/* A rank that left normally is missed only after two seconds: its last messages may arrive later
- * than the control plane's notice of its end. */
+/* The last messages of a rank that left can arrive two seconds later than its exit record. */
 static const dtrain_transport_ops dtrain__mpi_transport = {
     sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,      dtrain__mpi_make,
     dtrain__mpi_join,         dtrain__mpi_release,      dtrain__mpi_map,  dtrain__mpi_unmap,

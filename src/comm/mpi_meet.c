@@ -1,8 +1,8 @@
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
- * The program has initialised MPI, and finalizes it. The ranks compare the size and the ranks of
- * its communicator with those of the world, and duplicate it with a deadline. A rank that cannot go
- * on fails, and the others find its exit record where they wait for it. */
+ * The program initialises and finalizes MPI. The ranks compare the size and the ranks of its
+ * communicator with the world's, and duplicate the communicator with a deadline. A rank that cannot
+ * continue fails, and the other ranks find its exit record in their waits. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -24,8 +24,8 @@ static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
     return done || hub->code != MPI_SUCCESS;
 }
 
-/* Wait until all ranks have the duplicate. They exchange their progress at least ten times a
- * second: so a stopped rank is noticed, and all give up together. */
+/* Wait until all ranks have the duplicate. They exchange their progress ten times a second, so they
+ * notice a stopped rank, and give up together. */
 static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -54,8 +54,8 @@ static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", hub->code);
 }
 
-/* Find the ranks of the world in the communicator of a guest or, of a launch, in MPI_COMM_WORLD,
- * and duplicate it: that keeps the program's messages apart from these. */
+/* Find the ranks of the world in the guest's communicator or, in a launch, in MPI_COMM_WORLD, and
+ * duplicate it: the duplicate separates the program's messages from the library's. */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     const MPI_Comm given =
@@ -101,8 +101,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     return DTRAIN_OK;
 }
 
-/* Free the duplicate after the last communicator, when all ranks have come to their end without an
- * error. Otherwise memory that MPI may still access stays mapped until the process ends. */
+/* Free the duplicate after the last communicator, if all ranks have ended without an error.
+ * Otherwise memory that MPI can still access stays mapped until the process ends. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();

@@ -1,6 +1,6 @@
-/* What collectives do: who sends what to whom, and the results on one rank
+/* Collectives: which rank sends what to which rank, and the results on one rank
  *
- * Large collectives have one or two phases, in which a rank owns slice `rank`:
+ * A large collective has one or two phases. Rank r owns slice r:
  *
  *                         parts of slice j         results of slice j
  *                         to rank j from           from rank j to       slices
@@ -11,7 +11,7 @@
  *         all-gather                               all                  count elements each
  *         all-to-all      all, not added                                count elements each
  *
- * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
+ * dtrain__transfer_of returns the same for two ranks, and the transports move these bytes. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -35,13 +35,14 @@ static const dtrain__kind dtrain__kinds[] = {
     {"dtrain_comm_split", "split", false, false, false, true},
     {"dtrain_all_to_all", "all-to-all", false, false, true, true},
 };
-/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
+
+/* Return the row of a dtrain_collective_kind, or the row "?" of an unknown kind. */
 DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
 {
     return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
 }
 
-/* Return the bytes of the send buffer, and below of the receive buffer. */
+/* Return the bytes of the send buffer; the next function, of the receive buffer. */
 DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
 {
     return what->count * dtrain_dtype_bytes(what->dtype) *
@@ -53,7 +54,8 @@ DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int siz
            (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
 }
 
-/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
+/* Return true if a rank's send buffer is read; the next function, if its receive buffer is
+ * written. */
 DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
 {
     return what->kind != DTRAIN_COLLECTIVE_RECV &&
@@ -66,8 +68,8 @@ DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
            (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
 }
 
-/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
- * an output may be one of the inputs. One input is a copy: exact for every dtype. */
+/* Combine in_count inputs, in rank order, into out_count equal outputs; an output can be one of the
+ * inputs. A single input is copied, which is exact for every dtype. */
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count)
 {
@@ -98,8 +100,8 @@ DTRAIN_API void dtrain_collective_result(const dtrain_comm *comm, const dtrain_c
         dtrain__combine(what, from + i, 1, &out, 1, what->count);
 }
 
-/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
- * is cut at multiples of 64 bytes so that no two ranks write one line. */
+/* Find the slice that a rank owns, in elements. If the call does not define slices, cut the buffer
+ * at multiples of 64 bytes, so that no two ranks write to one cache line. */
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length)
 {
@@ -117,8 +119,8 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
     *length = (end < count ? end : count) - *first;
 }
 
-/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
- * second, results. Return false if that is nothing. A part that is added has no target. */
+/* Describe the bytes from rank `from` to rank `to` in a phase of a large collective, parts or
+ * results; false if there are none. A part to be added has no target. */
 DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
                                          int from, int to, dtrain__transfer *transfer)
 {

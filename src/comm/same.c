@@ -1,13 +1,13 @@
-/* Ranks agree: on an outcome, and on settings
+/* Agreement of ranks: on an outcome, and on settings
  *
- * A call that fails on one rank only would leave the others waiting in its next collective. Calls
- * that do local work in between therefore bring its outcome here: all ranks leave with success, or
- * all with an error, and the communicator is as good as before.
+ * A call that failed on only one rank would leave the other ranks waiting in its next collective.
+ * So after local work, ranks share the outcome: all ranks return success, or all return an error.
+ * The communicator can still be used.
  *
- * Settings that differ between ranks would train to numbers that mean nothing. First comes one hash
- * over all of them; where that differs all ranks search together, field by field, up to the first
- * that differs. All of them see the same outcome of each comparison, so they make the same
- * collectives. Field 0 is the name of the call, so that ranks in different calls hear of that. */
+ * Training with settings that differ between ranks would give meaningless numbers. Ranks first
+ * compare one hash of all settings. If it differs, they compare field by field, up to the first
+ * difference. All ranks see the same outcome of each comparison, so they make the same collectives.
+ * Field 0 is the name of the call, so that ranks in different calls notice it. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -30,7 +30,7 @@ static dtrain_result dtrain__verdict(dtrain_comm *comm, dtrain_result mine, int 
     snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
     DTRAIN__TRY(
         dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, first, NULL));
-    if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
+    if (mine != DTRAIN_OK) return mine; /* this rank's sentence is still the last error */
     return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
                        dtrain__world_rank(comm, first), verdict.text);
 }
@@ -46,9 +46,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* ---- The first difference ---------------------------------------------------------------------*/
 
-/* The hashes are common where the largest and the smallest are equal: since ~ reverses the order,
- * the maximum of the complements is the complement of the minimum. Where they are not, compare
- * items one by one, up to the first that differs, and find its usual and its odd value. */
+/* The hashes are equal if their maximum and minimum are equal; ~ reverses the order, so the maximum
+ * of the complements is the complement of the minimum. If they differ, compare items one by one, up
+ * to the first difference, and find its usual and its odd value. */
 DTRAIN__PRIVATE dtrain_result dtrain__same_find(dtrain_comm *comm, dtrain_result mine,
                                                 dtrain__same_hash *hash_of, const void *user,
                                                 size_t count, uint64_t *all,
@@ -116,7 +116,7 @@ static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *ite
     return list;
 }
 
-/* Write a field, with its name, and return a hash of it; 0: this rank does not have its item. */
+/* Write a field with its name, and return a hash of the text; 0 if this rank lacks the item. */
 static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t which, char *text)
 {
     uint64_t record[DTRAIN__SAME_RECORD / sizeof(uint64_t)] = {0};
@@ -147,7 +147,7 @@ static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t which,
         char *to = text + used;
         switch (field->type) {
         case DTRAIN__SAME_TEXT: snprintf(to, room - used, "\"%s\"", dtrain__short(x.string)); break;
-        case DTRAIN__SAME_FLOAT: /* 0.02, not 0.0199999996, where that is the same float */
+        case DTRAIN__SAME_FLOAT: /* 0.02, not 0.0199999996, if that is the same float */
             snprintf(to, room - used, "%g", (double)x.number);
             if (strtof(to, NULL) != x.number) snprintf(to, room - used, "%.9g", (double)x.number);
             break;

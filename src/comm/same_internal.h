@@ -1,5 +1,5 @@
-/* Do all ranks have the same settings? A collective create lists its settings in a table of fields,
- * and dtrain__same compares them. */
+/* Comparison of settings between ranks. A collective create lists its settings in a table of
+ * fields, and dtrain__same compares them. */
 
 #pragma once
 
@@ -8,13 +8,13 @@
 #include "comm/comm.h"
 
 typedef enum dtrain__same_type {
-    DTRAIN__SAME_INT, /* of 4 bytes; of 8, or an array of those */
+    DTRAIN__SAME_INT, /* of 4 or 8 bytes, or an array with 8 bytes each */
     DTRAIN__SAME_UINT,
     DTRAIN__SAME_FLAGS,
     DTRAIN__SAME_BOOL,
     DTRAIN__SAME_FLOAT,
     DTRAIN__SAME_TEXT, /* const char * */
-    DTRAIN__SAME_HASH  /* of 64 bits, of something long */
+    DTRAIN__SAME_HASH  /* 64 bits, of a long value */
 } dtrain__same_type;
 
 typedef struct dtrain__same_field {
@@ -23,21 +23,21 @@ typedef struct dtrain__same_field {
     uint32_t bytes, type;
 } dtrain__same_field;
 
-/* A field that is named as its member, or otherwise. */
+/* A field named like its member; the second macro names it otherwise. */
 #define DTRAIN__SAME(owner, member, type) DTRAIN__SAME_AS(owner, member, #member, type)
 #define DTRAIN__SAME_AS(owner, member, name, type)                                                 \
     {                                                                                              \
         name, offsetof(owner, member), (uint32_t)sizeof(((owner *)0)->member), DTRAIN__SAME_##type \
     }
 
-#define DTRAIN__SAME_RECORD 512 /* the most bytes of a record that `make` writes */
+#define DTRAIN__SAME_RECORD 512 /* most bytes of a record that `make` writes */
 
-/* A struct, or several of one kind that are numbered. */
+/* One struct, or numbered items of one kind. */
 typedef struct dtrain__same_list {
-    const char *what; /* "parameter": named with its number and its first field; NULL: one struct */
+    const char *what; /* of items: "parameter"; sentences add the number and first field; or NULL */
     const dtrain__same_field *fields;
     size_t field_count, items;
-    const void *at; /* the struct, or what `make` reads to write the record of an item */
+    const void *at; /* the struct, or the source from which `make` writes an item's record */
     void (*make)(const void *at, size_t item, void *record);
 } dtrain__same_list;
 
@@ -47,28 +47,27 @@ typedef struct dtrain__same_list {
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_struct(const dtrain__same_field *fields,
                                                       size_t count, const void *at);
 
-#define DTRAIN__SAME_LISTS 2 /* the most of a call */
+#define DTRAIN__SAME_LISTS 2 /* most lists of a call */
 
-/* Fail on all ranks if they have come from different calls or if their lists differ, with a
- * sentence that names the call, the setting, both values and the rank that differs from most.
- * Before that bring an error that one of them has met (`mine`) to all, as dtrain__agree does; a
- * rank with an error gives no lists. Only the last list may have another number of items on some
- * ranks. One small collective where nothing differs. */
+/* Fail on all ranks if their calls or lists differ, with a sentence that names the call, the
+ * setting, both values and the rank that differs from most ranks. First share an error of any rank
+ * (`mine`) with all ranks, as dtrain__agree does; a rank with an error gives no lists. Only the
+ * last list can differ in its number of items. Makes one small collective if nothing differs. */
 DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine, const char *call,
                                            const dtrain__same_list *lists, size_t count);
 
 /* The first item that is not the same on all ranks. */
 typedef struct dtrain__difference {
     size_t item;
-    int usual, odd; /* the first rank that has the most frequent value of it (a tie goes to the
-                       lower rank), and the first with another value; -1: nothing differs */
-    bool single;    /* all but `odd` have the usual value */
+    int usual, odd; /* first rank with the most frequent value (a tie goes to the lower rank), and
+                       first rank with another value; odd is -1 if nothing differs */
+    bool single;    /* true if all ranks but `odd` have the usual value */
 } dtrain__difference;
 
-/* Hash an item; 0: there is nothing to compare. */
+/* Hash an item; 0 if there is nothing to compare. */
 typedef uint64_t dtrain__same_hash(const void *user, size_t item);
 
-/* Compare the hashes of `count` items; *all is the hash over the items of this rank. */
+/* Compare the hashes of `count` items. *all is a hash of all items of this rank. */
 DTRAIN__PRIVATE dtrain_result dtrain__same_find(dtrain_comm *comm, dtrain_result mine,
                                                 dtrain__same_hash *hash_of, const void *user,
                                                 size_t count, uint64_t *all,

@@ -1,15 +1,15 @@
 /* Buffers in device memory: two hooks of the engine
  *
- * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory. Buffers
- * in device memory are copied to an image, which is page-locked host memory, and back:
+ * Ranks that share a GPU, or have GPUs without NCCL, use a transport that moves host memory.
+ * Buffers in device memory are copied to an image in page-locked host memory, and back:
  *
  *     compute stream  ..kernels | event            event wait | kernels..
  *     copy stream                 \ device -> image           / image -> device
  *     host                           copied_in: transport ..  copy_out
  *
- * A work keeps its image and events for the operations that use it later, so in the steady state
- * nothing is allocated. Operations are shown to other ranks in the order in which they were
- * started, each when its copy has ended. */
+ * A work keeps its image and events for its later operations, so the steady state allocates
+ * nothing. Operations are shown to other ranks in the order of their starts, each when its copy has
+ * ended. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -34,7 +34,7 @@ static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
     bounce->bytes = 0;
 }
 
-/* Free what a work has for device memory. Nothing on the copy stream uses it any more. */
+/* Free the bounce buffer of a work, which no copy uses any more. */
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -43,7 +43,7 @@ DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *wor
     if (work->bounce.copied) device->ops->event_destroy(device, work->bounce.copied);
 }
 
-/* Copy between a buffer and the image, on the copy stream, and then record `copied`. */
+/* Copy between a buffer and the image on the copy stream, then record `copied`. */
 static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
                                   const void *from, size_t bytes, dtrain_copy_kind kind)
 {
@@ -55,9 +55,9 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
     return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
 }
 
-/* Start the copy into the image, after everything that the compute stream has queued so far. Of the
- * operation, buffers in device memory are replaced by places in the image. Buffers that overlap, in
- * place, do so there too. */
+/* Start the copy into the image, after all work that the compute stream has queued. Replace the
+ * operation's buffers in device memory by places in the image. Buffers that overlap (in place) also
+ * overlap in the image. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -82,7 +82,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
     const size_t bytes = send_end > recv_end ? send_end : recv_end;
     if (bytes > bounce->bytes) {
         void *image;
-        DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
+        DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old image can be queued */
         dtrain__image_free(comm, bounce);
         DTRAIN__TRY(comm->transport->map(&comm->base, bytes, &image));
         const dtrain_result locked = DTRAIN__ORDER(device, host_register, image,
@@ -105,7 +105,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
                         dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
+/* Return true while an operation waits for the copy into its image; a failed copy ends the wait. */
 DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -116,7 +116,7 @@ DTRAIN__PRIVATE bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work
     return !done;
 }
 
-/* Start the copy out of the image, when the transport is done. */
+/* Start the copy out of the image, after the transport is done. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->op.what;

@@ -12,8 +12,9 @@
 #define DTRAIN_VERSION_PATCH 0
 #define DTRAIN_VERSION_STRING "0.2.0"
 
-/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. make lib
- * defines DTRAIN_SHARED, with -fvisibility=hidden; programs that use the library do not. */
+/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. `make lib`
+ * defines DTRAIN_SHARED, with -fvisibility=hidden; programs that use the library do not define
+ * it. */
 #ifndef DTRAIN_API
 #ifdef DTRAIN_STATIC
 #define DTRAIN_API static

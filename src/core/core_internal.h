@@ -1,4 +1,4 @@
-/* What every room uses of core. */
+/* Types and functions of core/ for the whole library. */
 
 #pragma once
 
@@ -6,23 +6,23 @@
 #include "core/log.h"
 #include "core/result.h"
 
-#define DTRAIN__ERROR_BYTES 1024 /* of a last error, its 0 included */
+#define DTRAIN__ERROR_BYTES 1024 /* size of a last error with its 0 */
 
-/* Propagate a failure; the sentence has been left already. */
+/* Propagate a failure, whose sentence is the last error. */
 #define DTRAIN__TRY(call)                                       \
     do {                                                        \
         dtrain_result dtrain__status = (call);                  \
         if (dtrain__status != DTRAIN_OK) return dtrain__status; \
     } while (0)
 
-/* Return the error that an argument is NULL, by its name; the others of the call are not named. */
+/* Return an error that names the argument if it is NULL. */
 #define DTRAIN__GIVEN(call, argument)                                                       \
     do {                                                                                    \
         if (!(argument))                                                                    \
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", (call), #argument); \
     } while (0)
 
-/* A field of a desc, and what is wrong with it. */
+/* A field of a desc, and the check of its value. */
 typedef struct dtrain__bound {
     bool wrong;
     const char *field;
@@ -30,13 +30,13 @@ typedef struct dtrain__bound {
     const char *expected;
 } dtrain__bound;
 
-/* Where messages of a rank go; one per world. */
+/* The destination of a rank's messages; one per world. */
 typedef struct dtrain__log_sink {
     dtrain_log_fn write;
     void *user;
     dtrain_log_level level;
     int rank;    /* -1: the launcher */
-    bool silent; /* a guest without a log */
+    bool silent; /* true for a guest without a log */
 } dtrain__log_sink;
 
 #define DTRAIN__PHILOX_M0 0xD2511F53u
@@ -49,6 +49,7 @@ DTRAIN__PRIVATE int dtrain__above_stdio(int file);
 DTRAIN__PRIVATE int dtrain__open(const char *path, int flags);
 DTRAIN__PRIVATE int dtrain__open_new(const char *path);
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
+DTRAIN__PRIVATE int dtrain__thread_start(pthread_t *thread, void *(*run)(void *), void *user);
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount);
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid);
@@ -74,7 +75,7 @@ DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left);
 DTRAIN__PRIVATE char *dtrain__visible(char *text);
 DTRAIN__PRIVATE const char *dtrain__name_cut(char *to, size_t room, const char *name);
 DTRAIN__PRIVATE const char *dtrain__short(const char *name);
-/* The code of the last error; DTRAIN_OK once a later call that waits for other ranks succeeded. */
+/* The code of the last error; DTRAIN_OK after a later successful call that waits for ranks. */
 DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void);
 
 /* core/log.c */

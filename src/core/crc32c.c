@@ -1,8 +1,8 @@
 /* CRC-32C (Castagnoli)
  *
- * The checksum of iSCSI and ext4: x86 has an instruction for it. Bits are reflected, so that the
- * lowest bit of a remainder is its highest power, x^31; a remainder begins as all ones and is
- * inverted at its end, as zlib's CRC-32 is. In between it is a polynomial modulo P:
+ * The checksum of iSCSI and ext4: x86 has an instruction for it. Bits are reflected: the lowest bit
+ * of a remainder is its highest power, x^31. A remainder begins as all ones and is inverted at the
+ * end, as in zlib's CRC-32. In between it is a polynomial modulo P:
  *
  *     after n bytes of data D:   R' = (R x^(8n) + D x^32) mod P */
 
@@ -16,8 +16,8 @@
 
 /* ---- Tables -----------------------------------------------------------------------------------*/
 
-/* Entry [k][b]: the remainder of byte b with k bytes of zeros after it. Eight tables take eight
- * bytes at a time, because what the eight contribute is independent (Intel, "slicing-by-8"). */
+/* Entry [k][b]: the remainder of byte b followed by k zero bytes. Eight tables process eight bytes
+ * at a time, because the contributions of the bytes are independent (Intel, "slicing-by-8"). */
 static uint32_t dtrain__crc_table[8][256];
 
 static void dtrain__crc_make_table(void)
@@ -65,11 +65,11 @@ static inline uint64_t dtrain__crc_word(const unsigned char *at)
     return word;
 }
 
-/* An instruction takes eight bytes and three cycles, and one can begin in every cycle: three blocks
- * that lie side by side are read at once. The remainders of the first and the second are then moved
- * behind the third, A x^(16 n) + B x^(8 n) + C. A carry-less product of two reflected numbers has a
- * factor x too many, and the instruction that reduces it adds x^32: hence the 33 above.
- * Measured at 256 KB: 26 GB/s, where a single stream has 9. */
+/* An instruction processes eight bytes in three cycles, and one can begin in every cycle: so three
+ * adjacent blocks are read at once. The remainders of the first two blocks are then moved to the
+ * end of the third, A x^(16 n) + B x^(8 n) + C. A carry-less product of two reflected numbers has
+ * an extra factor x, and the instruction that reduces it adds x^32: hence the 33 above. Measured at
+ * 256 KB: 26 GB/s; a single stream reaches 9. */
 __attribute__((target("sse4.2,pclmul"))) static uint32_t
 dtrain__crc32c_x86(uint32_t crc, const void *data, size_t bytes)
 {

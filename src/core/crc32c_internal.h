@@ -4,8 +4,7 @@
 
 #include "core/core_internal.h"
 
-/* Return the CRC-32C of bytes that follow others of checksum `crc`; 0 where nothing goes before.
- * "123456789" has E3069283. */
+/* Continue the CRC-32C of earlier bytes (0 if there are none). "123456789" gives E3069283. */
 DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t bytes);
-/* The same without special instructions. */
+/* Compute the same without special instructions. */
 DTRAIN__PRIVATE uint32_t dtrain__crc32c_portable(uint32_t crc, const void *data, size_t bytes);

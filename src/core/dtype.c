@@ -18,10 +18,10 @@ DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 }
 
 /* Conversions are integer arithmetic on the bits: exact, independent of the rounding mode, of
- * flush-to-zero and of -ffast-math. Rounding to nearest even = add half of the last place kept,
- * less one when that place is even, and cut; a carry out of the mantissa raises the exponent as it
- * should. NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does:
- * the bulk conversions of device/ give the same bits by other means. */
+ * flush-to-zero and of -ffast-math. Rounding to nearest even: add half of the last place kept,
+ * minus one if that place is even, and truncate; a carry out of the mantissa correctly raises the
+ * exponent. NaNs become quiet and keep the upper bits of their payload, as in x86 and ARM hardware:
+ * the bulk conversions of device/ give the same bits. */
 
 DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
 {
@@ -35,8 +35,8 @@ DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and more */
     if (magnitude < 0x38800000u) {
-        /* a denormal result counts units of 2^-24: the mantissa, with its hidden bit, is shifted
-         * down by 126 - exponent; below 2^-25 everything rounds to zero */
+        /* A denormal result is a multiple of 2^-24: shift the mantissa with its hidden bit down by
+         * 126 - exponent. All values below 2^-25 round to zero. */
         const uint32_t shift = 126u - (magnitude >> 23);
         if (shift > 24) return (uint16_t)sign;
         const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;

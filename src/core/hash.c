@@ -3,7 +3,7 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 
-/* Go on with an FNV-1a hash (Fowler, Noll, Vo), which begins with DTRAIN__FNV_BASIS. */
+/* Continue an FNV-1a hash (Fowler, Noll, Vo), which begins with DTRAIN__FNV_BASIS. */
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
 {
     const unsigned char *at = (const unsigned char *)bytes;
@@ -11,9 +11,9 @@ DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t 
     return hash;
 }
 
-/* Continue a hash over further bytes, eight a step: fast, and not safe against forgery. A step is a
- * bijection, so that one changed word always changes the result. The shift brings the upper half
- * down, because a product carries bits only upwards. */
+/* Continue a hash, eight bytes per step: fast, but not safe against forgery. A step is a bijection,
+ * so one changed word always changes the result. The shift mixes the upper half into the lower,
+ * because a product carries bits only upwards. */
 DTRAIN__PRIVATE uint64_t dtrain__hash_words(uint64_t hash, const void *bytes, size_t count)
 {
     const unsigned char *at = (const unsigned char *)bytes;
@@ -42,14 +42,14 @@ static void dtrain__sip_round(uint64_t v[4])
     v[2] = dtrain__rotate(v[2], 32);
 }
 
-/* Hash by SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can
- * neither make nor predict the result. */
+/* Hash by SipHash-2-4 (Aumasson and Bernstein, 2012): without the 128 bits of the key, nobody can
+ * make or predict the result. */
 DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes)
 {
     uint64_t v[4] = {key[0] ^ 0x736f6d6570736575u, key[1] ^ 0x646f72616e646f6du,
                      key[0] ^ 0x6c7967656e657261u, key[1] ^ 0x7465646279746573u};
     const unsigned char *at = (const unsigned char *)data;
-    for (size_t done = 0; done <= bytes; done += 8) { /* the last word holds the rest and length */
+    for (size_t done = 0; done <= bytes; done += 8) { /* the last word: remaining bytes, length */
         const size_t rest = bytes - done;
         uint64_t word = rest < 8 ? (uint64_t)bytes << 56 : 0;
         for (size_t i = 0; i < (rest < 8 ? rest : 8); i++)

@@ -1,9 +1,9 @@
 /* JSON (RFC 8259)
  *
  * The reader is stricter than most, so that no text has two meanings: bytes that are not UTF-8,
- * half of a surrogate pair, \u0000, a comma too many and a number with a leading zero are errors.
- * The caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
- * memory and the stack that it needs do not depend on the text. No call depends on the locale. */
+ * half of a surrogate pair, \u0000, an extra comma and a number with a leading zero are errors. The
+ * caller must find duplicate members. The reader builds no tree and allows 16 levels: its memory
+ * and stack do not depend on the text. No call depends on the locale. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -14,8 +14,8 @@
 
 /* ---- Text that grows --------------------------------------------------------------------------*/
 
-/* Make room for more bytes and a 0 after them. The room doubles, so that the time of all calls
- * together is linear in the text. */
+/* Make room for more bytes and a final 0. The room doubles, so the total time is linear in the
+ * text. */
 static bool dtrain__text_grow(dtrain__text *text, size_t more)
 {
     while (!text->failed && text->bytes + more >= text->room)
@@ -71,8 +71,8 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Empty the text after an error: every later call then finds its end, and no call has to ask
- * whether an earlier one failed. */
+/* Empty the text after an error: every later call then finds its end, and no call has to check for
+ * an earlier error. */
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -90,7 +90,7 @@ DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, .
     return false;
 }
 
-/* Report the commonest error: something else than `what` comes next. */
+/* Report the most common error: the text does not continue with `what`. */
 static bool dtrain__json_expected(dtrain__json *json, const char *what)
 {
     if (json->at == json->end)
@@ -120,7 +120,7 @@ DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
     return NULL;
 }
 
-/* Check the whole text for UTF-8, so that strings can be copied byte by byte later. */
+/* Check the whole text for UTF-8: strings can then be copied byte by byte. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes)
 {
     dtrain__json json;
@@ -139,7 +139,7 @@ DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *te
     return json;
 }
 
-/* Step over a byte if it is the next one. */
+/* Step over the next byte if it is `byte`. */
 static bool dtrain__json_accept(dtrain__json *json, char byte)
 {
     const bool found = json->at < json->end && *json->at == byte;
@@ -204,8 +204,8 @@ static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
     return true;
 }
 
-/* Read an escape after its backslash. Write the character as UTF-8, and return its number of
- * bytes, or 0 after an error. */
+/* Read an escape after its backslash. Write the character as UTF-8, and return its number of bytes;
+ * 0 after an error. */
 static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
 {
     static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
@@ -217,7 +217,7 @@ static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
         }
     if (!dtrain__json_accept(json, 'u')) return dtrain__json_expected(json, "an escape"), 0;
     if (!dtrain__json_hex(json, &code)) return 0;
-    if (code >= 0xd800 && code < 0xdc00) { /* of a pair; the other half is 0xdc00 to 0xdfff */
+    if (code >= 0xd800 && code < 0xdc00) { /* first of a pair; the second is 0xdc00 to 0xdfff */
         if (dtrain__json_accept(json, '\\') && dtrain__json_accept(json, 'u'))
             (void)dtrain__json_hex(json, &low);
         if (low >= 0xdc00 && low < 0xe000) code = 0x10000 + ((code & 0x3ff) << 10 | (low & 0x3ff));
@@ -261,7 +261,7 @@ static bool dtrain__json_digits(dtrain__json *json, const char *expected)
     return json->at > first || dtrain__json_expected(json, expected);
 }
 
-/* Convert without strtod, which follows the locale and rounds what is above 2^53. */
+/* Convert without strtod, which follows the locale and rounds numbers above 2^53. */
 DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value)
 {
     dtrain__json_blanks(json);
@@ -290,7 +290,7 @@ DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value)
     return true;
 }
 
-/* Step over true, false or null. If the word continues, whatever is read next fails. */
+/* Step over true, false or null. If letters follow the word, the next read fails. */
 static bool dtrain__json_word(dtrain__json *json, const char *word)
 {
     for (const char *c = word; *c; c++)

@@ -1,17 +1,17 @@
-/* JSON: a text that is written piece by piece, and a reader for texts from untrusted files. */
+/* JSON: a text to write piece by piece, and a reader for untrusted texts. */
 
 #pragma once
 
 #include "core/core_internal.h"
 #include "core/log.h"
 
-/* Text that grows. After an allocation that fails, later calls do nothing: the caller checks
- * `failed` once, at the end. */
+/* Text that grows. After a failed allocation, later calls do nothing: the caller checks `failed`
+ * once, at the end. */
 typedef struct dtrain__text {
     const dtrain_allocator *allocator;
-    char *at; /* (bytes), and a 0 after it; NULL while empty */
+    char *at; /* (bytes) and a final 0; NULL while empty */
     size_t bytes, room;
-    bool failed; /* no memory: dtrain_last_error has the sentence */
+    bool failed; /* true if there was no memory: dtrain_last_error has the sentence */
 } dtrain__text;
 
 DTRAIN__PRINTF(2, 3)
@@ -23,31 +23,31 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text);
 
 #define DTRAIN__JSON_DEPTH 16
 
-/* A reader that goes through a text once. Calls return false at the end of an object or array, and
- * after an error, which is in `result`: then every later call returns false. Time is linear in the
- * text, memory constant. */
+/* A reader that passes a text once. Calls return false at the end of an object or array and after
+ * an error, which is in `result`; after an error every later call returns false. Time is linear in
+ * the text, memory constant. */
 typedef struct dtrain__json {
     const char *text, *end, *at;
-    const char *what;   /* the name of the file, for sentences */
-    const char *inside; /* the entry being read, for sentences, set by the caller; or NULL */
+    const char *what;   /* name of the file, for sentences */
+    const char *inside; /* entry being read, for sentences, set by the caller; or NULL */
     int depth;
-    bool first[DTRAIN__JSON_DEPTH]; /* nothing of this level has been read yet */
+    bool first[DTRAIN__JSON_DEPTH]; /* true until something of this level has been read */
     dtrain_result result;           /* DTRAIN_OK, or DTRAIN_ERROR_DATA with a sentence */
 } dtrain__json;
 
-/* Say by its first bytes what a file is that people often give in place of a JSON text or a
- * safetensors file; NULL if it is none of these. */
+/* Recognise by its first bytes a file that people often give instead of a JSON text or a
+ * safetensors file, and return what it is; NULL for any other file. */
 DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes);
-/* Begin to read text (bytes), which the caller keeps until the end. */
+/* Begin to read text (bytes), which must live until the end. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes);
 /* Enter an object ('{') or an array ('['). */
 DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
-/* Go to the next member of an object and read its name; false at its end, which has been left. */
+/* Go to the next member of an object and read its name; false at the end of the object. */
 DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room);
-/* Go to the next item of an array; false at its end, which has been left. */
+/* Go to the next item of an array; false at the end of the array. */
 DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json);
-/* Read a string, decode it and put a 0 after it; string may be NULL, to check it only. A string
- * of `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
+/* Read a string, decode it and append a 0; if `string` is NULL, only check it. A string of `room`
+ * bytes or more, \u0000 and half of a surrogate pair are errors. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room);
 /* Read an integer from 0 to 2^64 - 1, or to 2^63 - 1; 1.0, 1e3 and -0 are errors. */
 DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value);
@@ -56,10 +56,10 @@ DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value);
 DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value);
 /* Return the kind of the next value: '{', '[', '"', 't', 'f', 'n', '0' for a number, or 0. */
 DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json);
-/* Step over any value, checking it like the others. */
+/* Check any value and step over it. */
 DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json);
-/* Report an error and its place in the text, unless there is one already. Returns false. */
+/* Report an error and its place in the text, unless there is an earlier error. Return false. */
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...);
-/* Check that nothing but blanks is left, and return the result. */
+/* Check that only blanks are left, and return the result. */
 DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);

@@ -30,8 +30,8 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocato
     return result;
 }
 
-/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory
- * too, so that NULL always means failure. */
+/* Allocate zeroed memory for count items; return NULL and set the last error on failure. count == 0
+ * also gives memory, so that NULL always means failure. */
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what)
 {
@@ -53,8 +53,8 @@ DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memor
     if (memory) allocator->free(allocator->user, memory, (count ? count : 1) * item_bytes);
 }
 
-/* Make room for one more item after the count items of an array, which doubles when it is full;
- * false: no memory, and the array is as it was. */
+/* Make room for one more item after the count items of an array, which doubles when it is full.
+ * Return false and keep the array if there is no memory. */
 DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **array, size_t count,
                                   size_t *room, size_t item_bytes, const char *what)
 {

@@ -12,20 +12,20 @@ typedef enum dtrain_log_level {
     DTRAIN_LOG_DEBUG = 4
 } dtrain_log_level;
 
-/* Receives every message at or below the level in force, on the thread that sends it. `rank` is -1
- * when it comes from the launcher. `text` is one line without '\n', valid during the call. Without
- * a callback, warnings and errors of every rank and infos of rank 0 go to stderr. */
+/* Receives every message up to the log level, on the thread that sends it. `rank` is -1 for the
+ * launcher. `text` is one line without '\n', valid during the call. Without a callback, warnings
+ * and errors of every rank and infos of rank 0 go to stderr. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, const char *text);
 
 /* The memory allocator of a run. All fields zero means malloc and free. `alloc` returns memory
- * aligned for any type, or NULL; `free` receives the size that was asked for. Both may be called
- * from several threads. dtrain allocates when objects are created and in the first training step
- * (whose sizes it learns there), never in later ones; a checkpoint allocates when it is saved. */
+ * aligned for any type, or NULL; `free` receives the size of the allocation. Several threads can
+ * call both. dtrain allocates when objects are created and in the first training step, never in
+ * later steps; a checkpoint allocates when it is saved. */
 typedef struct dtrain_allocator {
     void *(*alloc)(void *user, size_t bytes);
     void (*free)(void *user, void *memory, size_t bytes);
     void *user;
 } dtrain_allocator;
 
-/* Return the seconds of the monotonic clock that all deadlines and timings use. */
+/* Return the time in seconds of the monotonic clock, which all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);

@@ -1,4 +1,4 @@
-/* The clock, files, how much memory there is, and copies that know the cache. */
+/* The clock, files, threads, free memory, and copies past the cache. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -15,9 +15,9 @@
 
 DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns(); }
 
-/* Move a new descriptor away from 0, 1 and 2: where the host has closed those, the next open gets
- * one of them, and what somebody prints would go into a checkpoint or to another rank. Every call
- * in src/ that makes a descriptor goes through this function. */
+/* Move a new descriptor away from 0, 1 and 2. If the host has closed these, the next open gets one
+ * of them, and printed text would go into a checkpoint or to another rank. Every call in src/ that
+ * makes a descriptor uses this function. */
 DTRAIN__PRIVATE int dtrain__above_stdio(int file)
 {
     if (file < 0 || file > 2) return file;
@@ -28,17 +28,29 @@ DTRAIN__PRIVATE int dtrain__above_stdio(int file)
     return moved;
 }
 
-/* Open a file, which a program that this process starts does not inherit. */
+/* Open a file that child programs do not inherit. */
 DTRAIN__PRIVATE int dtrain__open(const char *path, int flags)
 {
     return dtrain__above_stdio(open(path, flags | O_CLOEXEC, 0666));
 }
 
-/* Make a file that is renamed when it is complete. What has its name is removed, never followed. */
+/* Make a file, to be renamed when it is complete. Remove an existing file of this name; never
+ * follow a link. */
 DTRAIN__PRIVATE int dtrain__open_new(const char *path)
 {
     if (unlink(path) != 0 && errno != ENOENT) return -1;
     return dtrain__open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW);
+}
+
+/* Start a thread with all signals blocked: they stay with the rank's threads. Return its error. */
+DTRAIN__PRIVATE int dtrain__thread_start(pthread_t *thread, void *(*run)(void *), void *user)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(thread, NULL, run, user);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
 }
 
 /* Open a directory, to be read and closed by readdir and closedir. */
@@ -50,17 +62,17 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     return directory;
 }
 
-/* Return when a process was started, in the system's ticks: after its end another one can get its
- * number. 0: it does not run (one that waits to be reaped has no threads), or /proc hides it. */
+/* Return the start time of a process in the system's ticks, because another process can get its pid
+ * later. Return 0 if it does not run (a process to be reaped has no threads) or /proc hides it. */
 DTRAIN__PRIVATE uint64_t dtrain__process_started(int64_t pid)
 {
     char path[64], text[1024] = "";
-    /* of its first thread: qemu-user shows a process another stat of itself than others see */
+    /* The first thread's: qemu-user shows a process a different stat of itself. */
     snprintf(path, sizeof path, "/proc/%lld/task/%lld/stat", (long long)pid, (long long)pid);
     const int file = dtrain__open(path, O_RDONLY);
     if (file < 0 || read(file, text, sizeof text - 1) < 0) text[0] = 0;
     if (file >= 0) close(file);
-    const char *at = strrchr(text, ')'); /* of the name: after it come state and numbers */
+    const char *at = strrchr(text, ')'); /* end of the name; the state and numbers follow */
     const bool ended = at && at[1] && (at[2] == 'Z' || at[2] == 'X');
     for (int i = 0; i < 18 && at; i++) at = strchr(at + 1, ' ');
     if (!at || (ended && strtol(at, NULL, 10) < 2)) return 0; /* threads */
@@ -76,9 +88,9 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* Read the number after `key` at the start of a line of a text file; UINT64_MAX when there is none
- * (no file, no line, "max"). The buffer is small, as a rank's stack can be: it gets whole lines,
- * and the beginning of one that is cut is read again. */
+/* Read the number after `key` at the start of a line of a text file; UINT64_MAX if there is none
+ * (no file, no line, "max"). The buffer is small, because a rank's stack can be: an incomplete line
+ * at its end is read again. */
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
     char text[1024], *end;
@@ -100,11 +112,11 @@ static uint64_t dtrain__read_number(const char *path, const char *key)
     return number;
 }
 
-#define DTRAIN__GROUP_PATH 4200 /* of a folder and of a file in it */
+#define DTRAIN__GROUP_PATH 4200 /* bytes of a folder and a file name */
 
-/* Return the memory that a control group leaves: its limit, less what is used but for file cache,
- * which goes when memory is needed. UINT64_MAX: it has no limit. folder has DTRAIN__GROUP_PATH
- * bytes, of which the last 32 are free. */
+/* Return the memory that a control group has left: its limit minus the used memory without file
+ * cache, which is freed when memory is needed. UINT64_MAX means no limit. folder has
+ * DTRAIN__GROUP_PATH bytes, of which the last 32 are unused. */
 static uint64_t dtrain__group_rest(char *folder, bool v2)
 {
     static const char *const names[2][4] = {
@@ -124,10 +136,10 @@ static uint64_t dtrain__group_rest(char *folder, bool v2)
     return rest + found[2] + found[3];
 }
 
-/* Return the least that the control groups of this process leave, from its own (the file `groups`:
- * "0::/path" in version 2, "4:memory:/path" in version 1) up to the root: Slurm, systemd and
- * containers set limits at different heights. In a container the path can be that of the host,
- * which does not exist below `mount`: its root is then the container's. */
+/* Return the least memory that is left in a control group of this process, from its own group (the
+ * file `groups`: "0::/path" in version 2, "4:memory:/path" in version 1) up to the root: Slurm,
+ * systemd and containers set limits at different levels. In a container the path can be the host's,
+ * which does not exist below `mount`: the root of `mount` is then the container's group. */
 DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mount)
 {
     char line[DTRAIN__GROUP_PATH]; /* becomes the folder that it names */
@@ -162,7 +174,7 @@ DTRAIN__PRIVATE uint64_t dtrain__group_memory(const char *groups, const char *mo
     return least;
 }
 
-/* Estimate what could be touched now without swapping or being killed. */
+/* Estimate the memory that this process can still touch without swapping or being killed. */
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
 {
     uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
@@ -171,17 +183,17 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
     return rest < bytes ? rest : bytes;
 }
 
-/* Return the proportional set size of this process in bytes; 0 where it is unknown. */
+/* Return the proportional set size of this process in bytes; 0 if it is unknown. */
 DTRAIN__PRIVATE uint64_t dtrain__process_bytes(void)
 {
     const uint64_t kib = dtrain__read_number("/proc/self/smaps_rollup", "Pss:");
     return kib == UINT64_MAX ? 0 : kib * 1024;
 }
 
-/* Copy what another core has written: memcpy's `rep movsb` takes twice as long for it (Zen 4). Or
- * write past the cache: what this core works with stays there, the memory that is written need not
- * be read first, and no other core is asked for it. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6
- * of memcpy's time. */
+/* Copy data that another core has written: memcpy's `rep movsb` takes twice as long (Zen 4). With
+ * past_cache, write past the cache: this core's data stays in its cache, the written memory is not
+ * read first, and no other core is asked for it. A copy of GPT-2's state (1.5 GB, Xeon) then takes
+ * 0.6 of memcpy's time. */
 DTRAIN__PRIVATE void dtrain__copy_lines(char *to, const char *from, size_t bytes, bool past_cache)
 {
     size_t done = 0;

@@ -2,8 +2,8 @@
 
 #pragma once
 
-/* The implementation needs POSIX and Linux names, and libc fixes what it shows at the first system
- * include: this comes first in every file. */
+/* The implementation needs POSIX and Linux names. The first system include fixes the names that
+ * libc shows, so this header comes first in every file. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
 #endif
@@ -30,7 +30,7 @@
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
-#if defined(__x86_64__) && defined(DTRAIN__INTRINSICS) /* for who asks: they are long */
+#if defined(__x86_64__) && defined(DTRAIN__INTRINSICS) /* long headers, for few files */
 #include <immintrin.h>
 #endif
 #ifdef DTRAIN_USE_CBLAS
@@ -48,7 +48,7 @@
 
 #include "core/api.h"
 
-/* 1 where a ring is compiled. That of models has tape, data, trainer, and the kernels of layers. */
+/* 1 if a ring is compiled. The ring of models has tape, data, trainer and the kernels of layers. */
 #if defined(DTRAIN_CORE) || defined(DTRAIN_OMIT_STATE)
 #define DTRAIN__STATE 0
 #else
@@ -65,10 +65,10 @@
 #define DTRAIN__MONITOR 1
 #endif
 
-/* Round twice in a * b + c, whatever the dialect: gcc makes one rounding of it with -std=gnu17 and
- * in C++, not with -std=c99, and the bits of a training would depend on the flags. Where one is
- * meant, the text says so (dtrain__vfma). dtrain.h restores the host's setting at its end; flags
- * that are stronger than this: -ffast-math, and clang's -ffp-contract=fast. */
+/* Round twice in a * b + c in every dialect: gcc rounds once with -std=gnu17 and in C++, but not
+ * with -std=c99, so the bits of a training would depend on the flags. Code that wants one rounding
+ * uses dtrain__vfma. dtrain.h restores the host's setting at its end. -ffast-math and clang's
+ * -ffp-contract=fast override this setting. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
@@ -76,10 +76,10 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-/* Rooms that compute nothing themselves (all but communicator and device) are compiled in dtrain.h
- * with -Os, and without its passes that take long and gain little there. So gcc -O2 takes four
- * fifths of the time for all of dtrain.h, and makes a seventh less text. One pragma has the whole
- * list, because a second one would switch the passes of -Os on again. */
+/* Files that compute nothing themselves (all but communicator and device) are compiled in dtrain.h
+ * with -Os, without its passes that take long and gain little there. So gcc -O2 takes four fifths
+ * of the time for dtrain.h, and makes a seventh less text. One pragma has the whole list, because a
+ * second pragma would enable the passes of -Os again. */
 #if defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__) && !defined(__clang__)
 /* clang-format off */
 #define DTRAIN__PRAGMA(...) _Pragma(#__VA_ARGS__)
@@ -107,8 +107,8 @@
 #define DTRAIN__HOT
 #endif
 
-/* A private function that more than one file uses: static where all files are joined in one,
- * hidden where each is compiled alone. */
+/* A private function that more than one file uses: static in the joined file, hidden if each file
+ * is compiled separately. */
 #ifndef DTRAIN__PRIVATE
 #define DTRAIN__PRIVATE __attribute__((visibility("hidden"))) extern
 #endif
@@ -118,8 +118,8 @@
 #if defined(__GNUC__)
 #define DTRAIN_RESTRICT __restrict
 #define DTRAIN__UNUSED \
-    __attribute__((unused)) /* a helper that some switch leaves without a caller */
-#define DTRAIN__OWN_FRAME __attribute__((noinline)) /* its stack does not stay in its caller's */
+    __attribute__((unused)) /* a helper without a caller in some configurations */
+#define DTRAIN__OWN_FRAME __attribute__((noinline)) /* keeps its stack out of its caller's */
 #define DTRAIN__THREAD_LOCAL __thread
 #define DTRAIN__PRINTF(at, first) __attribute__((format(printf, at, first)))
 #else
@@ -161,7 +161,8 @@ static inline bool dtrain__size_add(size_t a, size_t b, size_t *out)
     return !__builtin_add_overflow(a, b, out);
 }
 
-/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+/* Round up to a multiple of `unit`, a power of two; the caller makes sure that it cannot
+ * overflow. */
 static inline size_t dtrain__round_up(size_t bytes, size_t unit)
 {
     return (bytes + unit - 1) & ~(unit - 1);
@@ -186,5 +187,5 @@ static inline bool dtrain__is_finite(float value)
     return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
 }
 
-/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
+/* The value of a figure that was not measured. A bit pattern, not NAN, survives -ffast-math. */
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))

@@ -1,7 +1,7 @@
 /* Random numbers: Philox4x32-10
  *
- * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
- * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:
+ * Ten rounds of two 32 x 32 -> 64 bit products; Weyl constants step the keys. The 128-bit counter
+ * is (stream, counter), the 64-bit key is the seed. One call gives four independent words:
  *
  *     element index i of a stream  =  word i % 4 of block i / 4
  *
@@ -35,7 +35,7 @@ DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t cou
     out[3] = c3;
 }
 
-/* 24 bits: every value is exact in fp32 and 1 is never reached. */
+/* Use 24 bits: every value is exact in fp32 and less than 1. */
 static float dtrain__uniform_from_bits(uint32_t bits)
 {
     return (float)(bits >> 8) * (1.0f / 16777216.0f);
@@ -54,9 +54,9 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t 
  *     sqrt(-2 ln u) cos(2 pi w)   and   sqrt(-2 ln u) sin(2 pi w)   are two independent N(0,1).
  * u = (word + 1/2) / 2^32 is never 0 or 1, so the result is finite and |z| <= 6.77.
  *
- * ln, sin and cos are short series in double instead of libm's, whose last bits differ between
- * machines: with +, -, *, / and sqrt of IEEE 754 alone the bits are the same everywhere (unless the
- * compiler is told to reorder, by -ffast-math: then they differ by 1 ulp of fp32 in rare cases). */
+ * ln, sin and cos are short series in double, because libm's last bits differ between machines.
+ * With only +, -, *, / and sqrt of IEEE 754 the bits are the same everywhere. (-ffast-math lets the
+ * compiler reorder: in rare cases the bits then differ by 1 ulp of fp32.) */
 
 /* ln x for normal x > 0: x = 2^e m with m in [sqrt(1/2), sqrt 2), ln m = 2 artanh((m-1)/(m+1)). */
 static double dtrain__log(double x)
@@ -83,7 +83,7 @@ static double dtrain__log(double x)
     return exponent * 0.69314718055994531 + 2 * s * (1 + q * p);
 }
 
-/* sin and cos of 2 pi turn: the nearest quarter turn is taken off (exact), |x| <= pi/4 remains. */
+/* sin and cos of 2 pi turn: subtract the nearest quarter turn, exactly; |x| <= pi/4 remains. */
 static void dtrain__sincos_turn(uint32_t turn, double *sine, double *cosine)
 {
     const uint32_t quarter = (turn + 0x20000000u) >> 30;
@@ -123,9 +123,9 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
     return pair[index & 1];
 }
 
-/* Fill out (count) with elements of a stream from `first` on: of N(0, scale^2), or uniform in
- * [-scale, scale). The bits are those of drawing one by one, but each block of four is made once
- * (about 15 ns an element). */
+/* Fill out (count) with the elements of a stream that begin at `first`: of N(0, scale^2), or
+ * uniform in [-scale, scale). The bits are the same as of single draws, but each block of four is
+ * made once (about 15 ns per element). */
 DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
                                          int64_t count, bool normal, float scale, float *out)
 {

@@ -1,8 +1,8 @@
 /* Results and error sentences
  *
- * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
- * hand their errors to the thread that asked. The rank is put in front of every sentence so that
- * the output of many ranks stays readable. */
+ * The last error is thread-local, like errno: ranks can be threads, and a rank's helper threads
+ * pass their errors to the rank's thread. The rank precedes every sentence, so that the output of
+ * many ranks stays readable. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -12,12 +12,12 @@
 static DTRAIN__THREAD_LOCAL char dtrain__error_text[DTRAIN__ERROR_BYTES];
 static DTRAIN__THREAD_LOCAL dtrain_result dtrain__error_code;
 DTRAIN__PRIVATE dtrain_result *dtrain__last_code(void) { return &dtrain__error_code; }
-static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 outside of a rank */
+static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* -1 if the thread is no rank */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void) { return dtrain__thread_rank; }
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank) { dtrain__thread_rank = rank; }
 
-/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
- * than its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
+/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is truncated,
+ * longer than necessary, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
  * last three (RFC 3629, section 4). */
 DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left)
 {
@@ -36,8 +36,8 @@ DTRAIN__PRIVATE size_t dtrain__utf8_bytes(const char *text, size_t left)
     return bytes;
 }
 
-/* Replace by '?' what a terminal would obey, or read as the end of a sentence: control characters
- * and bytes that are not UTF-8. Names in sentences come from files and from the environment. */
+/* Replace control characters and bytes that are not UTF-8 by '?': a terminal would obey them. Names
+ * in sentences come from files and from the environment. */
 DTRAIN__PRIVATE char *dtrain__visible(char *text)
 {
     for (size_t at = 0, end = strlen(text), bytes; at < end; at += bytes) {
@@ -51,8 +51,8 @@ DTRAIN__PRIVATE char *dtrain__visible(char *text)
     return text;
 }
 
-/* Copy a name to `room` bytes. A hash of all of it takes the place of the middle of one that is too
- * long: names that differ stay different, and the end says which tensor of a layer it is. */
+/* Copy a name to `room` bytes. In a name that is too long, a hash of the whole name replaces the
+ * middle: different names stay different, and the end still names the tensor of a layer. */
 DTRAIN__PRIVATE const char *dtrain__name_cut(char *to, size_t room, const char *name)
 {
     const size_t bytes = strlen(name = name ? name : "");
@@ -73,7 +73,7 @@ DTRAIN__PRIVATE const char *dtrain__short(const char *name)
     return dtrain__name_cut(shown[next++ % 4], sizeof shown[0], name);
 }
 
-/* Replace the last error of this thread, without the rank in front, and return its code. */
+/* Replace the last error of this thread, without a rank before it, and return its code. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_last_error(dtrain_result code, const char *text)
 {
     snprintf(dtrain__error_text, sizeof dtrain__error_text, "%s", text);
@@ -95,7 +95,7 @@ DTRAIN_API const char *dtrain_result_text(dtrain_result result)
 
 /* Record the sentence and return code, so that a check is one line:
  *     if (count < 0) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_x: count is %lld", ...);
- * The text may quote the last error: it is built aside first. */
+ * The text can quote the last error: it is formatted in another buffer first. */
 DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -110,7 +110,7 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     return dtrain__error_code = code;
 }
 
-/* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
+/* Skip the "rank 3: " of an error sentence, because dtrain_fail adds it again. */
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
 {
     char prefix[32];
@@ -118,7 +118,7 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
-/* Refuse the first field that is wrong. */
+/* Return an error for the first field that is wrong. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_bounds(const char *call, const dtrain__bound *bounds,
                                                    size_t count)
 {

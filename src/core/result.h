@@ -1,6 +1,4 @@
-/* Results and error sentences
- *
- * What every call returns, and the sentence that it leaves when it fails. */
+/* Results and error sentences. */
 
 #pragma once
 
@@ -36,12 +34,12 @@ typedef enum dtrain_result {
  * failed or left". A static string, never NULL. */
 DTRAIN_API const char *dtrain_result_text(dtrain_result result);
 
-/* Return the sentence that the last failed call on this thread left: which rank, which call, what
- * was expected, what was found, what to try. It is valid until the next failing call on the same
- * thread, and "" when nothing has failed yet. Like errno, success does not clear it. */
+/* Return the sentence of the last failed call on this thread: the rank, the call, the expected and
+ * the actual value, and what to try. It is valid until the next failing call on the same thread,
+ * and "" if no call has failed. Success does not clear it (like errno). */
 DTRAIN_API const char *dtrain_last_error(void);
 
-/* Leave this sentence for dtrain_last_error() and return code: for backends and callbacks. */
+/* Set the sentence of dtrain_last_error() and return code: for backends and callbacks. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif

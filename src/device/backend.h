@@ -11,8 +11,8 @@ typedef struct dtrain_stream dtrain_stream; /* NULL = the compute stream */
 typedef struct dtrain_event dtrain_event;
 typedef struct dtrain_graph dtrain_graph;
 
-/* Numbers that change from step to step, in device memory: kernels that are given their address
- * read them when they run, which is what makes a captured graph of a step replayable. */
+/* Numbers that change from step to step, in device memory: kernels read them when they run, so a
+ * captured graph of a step can be replayed. */
 typedef struct dtrain_step_scalars {
     uint64_t seed; /* added to the seed of dropout */
     float lr, correction1, correction2, grad_scale;
@@ -24,13 +24,16 @@ typedef struct dtrain_step_scalars {
 #define DTRAIN_GEMM_TRANS_B 2u
 /* C = (alpha op(A) op(B) + beta C) * activation'(aux): aux (m,n) is read, bias is not allowed. */
 #define DTRAIN_GEMM_ACT_BACKWARD 4u
-/* bias_grad (n) = column sums of C, after ACT_BACKWARD. Otherwise bias_grad (m) = row sums of
- * op(A): with A = d_y transposed that is the bias gradient beside the weight gradient. */
+/* bias_grad (n) = column sums of C, after ACT_BACKWARD. Without this flag bias_grad (m) = row sums
+ * of op(A): with A = d_y transposed, the bias gradient comes with the weight gradient. */
 #define DTRAIN_GEMM_BIAS_GRAD_C 8u
 
 /* C (m,n) = act(alpha op(A) (m,k) op(B) (k,n) + beta C + bias (n)), accumulated in fp32.
  * lda, ldb, ldc are elements between stored rows. beta == 0 does not read C. aux, if not NULL,
- * receives the value before the activation (dtype and ld of C): the backward pass needs it. */
+ * receives the value before the activation for backward (dtype and ld of C).
+ *
+ * bias completes a C that was summed over ranks first: C = act(C + bias), with m, n, c, ldc = n,
+ * c_dtype, bias, aux and activation. */
 typedef struct dtrain_gemm_args {
     uint32_t flags, activation;
     int64_t m, n, k;
@@ -41,13 +44,13 @@ typedef struct dtrain_gemm_args {
     dtrain_dtype a_dtype, b_dtype, c_dtype; /* each F32, BF16 or F16 */
     const float *bias;                      /* (n) or NULL */
     void *aux;                              /* (m,n) or NULL */
-    float *bias_grad;                       /* see the flags; NULL: not wanted */
+    float *bias_grad;                       /* see the flags; or NULL */
     bool accumulate_bias_grad;
-} dtrain_gemm_args;
+} dtrain_gemm_args, dtrain_bias_args;
 
-/* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
- * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only
- * d_bias is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
+/* d_in = d_out * act'(x), where x is the GEMM's aux; d_bias (n) = column sums of d_in. d_in can be
+ * d_out; d_bias can be NULL. With DTRAIN_ACTIVATION_NONE x is not read, and with d_in == d_out only
+ * d_bias is made. RELU tests only x > 0, so x can be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
     bool accumulate; /* of d_bias */
@@ -58,64 +61,52 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
-/* y = act(y + bias), in place: what a GEMM leaves to do whose C is summed over ranks first. aux, if
- * not NULL, receives y + bias. */
-typedef struct dtrain_bias_args {
-    int64_t rows, n;
-    void *y;           /* (rows,n) */
-    const float *bias; /* (n) or NULL */
-    void *aux;         /* (rows,n) or NULL */
-    uint32_t activation;
-    dtrain_dtype dtype; /* of y and aux: F32, BF16 or F16 */
-} dtrain_bias_args;
-
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
- * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
- * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
- * it may be x, and is NULL exactly when residual is. */
+ * axis (Ba et al., 2016). With `mean` NULL the mean is 0: the root mean square norm of Zhang and
+ * Sennrich, 2019. bias can be NULL. sum keeps s for backward and for the next residual; it can be
+ * x, and is NULL exactly if residual is NULL. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
     const void *x;              /* (rows,n) */
     const float *weight, *bias; /* (n) */
     void *y;                    /* (rows,n) */
-    float *mean, *rstd;         /* (rows); mean may be NULL */
+    float *mean, *rstd;         /* (rows); mean can be NULL */
     const void *residual;       /* (rows,n) or NULL */
     void *sum;                  /* (rows,n) or NULL */
     dtrain_dtype x_dtype;       /* of x and sum */
     dtrain_dtype y_dtype;       /* of y and residual */
 } dtrain_layernorm_args;
 
-/* x is what was normalised: s above. mean is NULL where it was in the forward pass. d_residual
- * receives the final d_x once more, as y_dtype. The one layer with a struct of its own for
- * backward: kernels that hold a row in registers spill where they are handed more. */
+/* x is the normalised s above. mean is NULL if it was NULL in forward. d_residual receives a copy
+ * of the final d_x as y_dtype. Only this layer has a separate struct for backward: with more
+ * arguments, kernels that hold a row in registers spill. */
 typedef struct dtrain_layernorm_backward_args {
     int64_t rows, n;
     bool accumulate_params, accumulate_x;
     const void *x;
     const float *weight, *mean, *rstd;
     const void *d_y;
-    void *d_x;                /* (rows,n) or NULL: not wanted */
-    float *d_weight, *d_bias; /* (n) or NULL: not wanted */
+    void *d_x;                /* (rows,n) or NULL */
+    float *d_weight, *d_bias; /* (n) or NULL */
     void *d_residual;         /* (rows,n) or NULL; needs d_x */
     dtrain_dtype x_dtype;     /* of x and d_x */
     dtrain_dtype y_dtype;     /* of d_y and d_residual */
 } dtrain_layernorm_backward_args;
 
-/* Layers whose forward and backward share a struct: forward ignores the fields behind the blank
- * line; backward reads the inputs before it, and what forward left for it (mean, rstd, lse, index,
- * and y where a comment says so). A gradient of NULL is not wanted. */
+/* The layers below share a struct between forward and backward: forward ignores the fields after
+ * the blank line; backward reads the inputs before it and forward's results (mean, rstd, lse,
+ * index, and y if its comment says so). A gradient of NULL is not made. */
 
-/* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
- * an error that names it; a device that learns of it late uses token 0 meanwhile.
+/* y[row] = wte[token[row]] + wpe[row % sequence]; wpe can be NULL. A token outside [0, vocab) is an
+ * error that names it; a device that detects it late uses token 0 meanwhile.
  *
- * Of a whole table of whole_vocab rows wte may hold only `vocab`, from first_token on: a token of
- * the whole one that is not here counts as a row of zeros, which gets no gradient. Likewise rows
- * may be a part of a batch, whose first one is first_row: row r has position (first_row + r) %
- * sequence.
+ * wte can be `vocab` rows, from first_token on, of a table of whole_vocab rows: other tokens of
+ * that table count as rows of zeros without gradients. Rows can be part of a batch that begins at
+ * first_row: row r has position (first_row + r) % sequence.
  *
- * Backward adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Sums
- * run in row order, so the result depends neither on the number of threads nor on timing. */
+ * Backward adds to d_wte and d_wpe: the caller zeroes them before the first use in a step. Sums run
+ * in row order, so the result depends neither on the number of threads nor on timing. */
 typedef struct dtrain_embedding_args {
     int64_t rows, sequence, n, vocab;
     const int32_t *tokens;            /* (rows) */
@@ -131,19 +122,19 @@ typedef struct dtrain_embedding_args {
 
 /* Multi-head attention, y = softmax(q k^T / sqrt(d) + mask) v for each head, without a matrix of
  * scores in memory: blocks of keys, online softmax (Milakov and Gimelshein 2018; Dao et al.,
- * FlashAttention, 2022). Rows of q, k and v are a stride apart, so that the three may be columns of
- * one matrix. With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023)
- * head h takes those of head h / (heads/kv_heads).
+ * FlashAttention, 2022). Rows of q, k and v are a stride apart, so the three can be columns of one
+ * matrix. With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023), head h
+ * of q uses head h / (heads/kv_heads) of k and v.
  *
- * A query sees the first key_lengths[b] keys of its batch element; if causal, of those the keys up
- * to its own number. The mask is added to the scores, -infinity hides a key. A query that sees no
- * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0.
+ * A query sees the first key_lengths[b] keys of its batch element; if causal, only keys up to its
+ * own number. The mask is added to the scores, -infinity hides a key. A query that sees no key has
+ * y 0 and lse +infinity, so that its weight in backward, e^(score - lse), is 0.
  *
- * Where all scores of a row are large, as where a mask hides it with -1e9, lse = maximum + log(sum)
- * loses the sum to rounding: e^(score - lse - lse_rest) has it. lse_rest is 0 below 4e-6, which a
- * log-sum-exp up to 64 does not exceed. Likewise score + mask loses most of the score: with a mask
- * within 65504, the largest fp16, what it loses is added to score - lse. A mask beyond hides: the
- * sum is that of fp32, as in PyTorch. */
+ * If all scores of a row are large (a mask hides it with -1e9), rounding removes log(sum) from lse
+ * = maximum + log(sum); e^(score - lse - lse_rest) restores it. lse_rest is 0 below 4e-6, which a
+ * log-sum-exp up to 64 does not exceed. Likewise rounding removes most of the score from score +
+ * mask: for a mask within 65504, the largest fp16, the removed part is added to score - lse. A
+ * larger mask hides: the sum is fp32's, as in PyTorch. */
 #define DTRAIN_MASK_HIDES 65504.0f
 
 typedef struct dtrain_attention_args {
@@ -159,10 +150,10 @@ typedef struct dtrain_attention_args {
     int64_t mask_batch_step, mask_head_step; /* elements from mask to mask; 0: they share one */
     void *y;                                 /* (batch*queries, heads*d) */
     float *lse;                              /* (batch, heads, queries): log-sum-exp of each row */
-    float *lse_rest; /* likewise: what rounding took from lse, where that is not small; or NULL */
+    float *lse_rest; /* likewise: the part of lse lost to rounding, unless small; or NULL */
 } dtrain_attention_args;
 
-/* The gradients lie as q, k and v do, and are overwritten; NULL: not wanted. */
+/* The gradients have the strides of q, k and v, and are overwritten; NULL: not made. */
 typedef struct dtrain_attention_backward_args {
     dtrain_attention_args forward; /* y and lse are read */
     const void *d_y;
@@ -170,26 +161,25 @@ typedef struct dtrain_attention_backward_args {
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
- * mean(logits[row]); lse[row], the first term, is kept for backward.
- * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, classes) are an
- * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
- * logits) the gradient times scale is written in the same pass: logits are read once. Columns from
- * `classes` on are padding: whatever they hold, they take no part, and their gradient is 0.
+ * mean(logits[row]); lse[row], the first term, is kept for backward. A target of -1 is ignored:
+ * loss and lse 0, no gradient. Other targets outside [0, classes) are an error; a device that
+ * detects it late ignores the row meanwhile. With d_logits (it can be logits) the same pass writes
+ * the gradient times scale: logits are read once. Columns from `classes` on are padding: whatever
+ * they hold, they take no part, and their gradient is 0.
  *
  * Backward: d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) *
- * scale * upstream[0], where softmax is made of lse; d_logits may be logits itself, which is how
- * logits are stored once.
+ * scale * upstream[0], with softmax from lse; d_logits can be logits, which are then stored once.
  *
- * Columns may be cut over ranks: column 0 here is class first_class of whole_classes; `classes` are
- * those that count here, -1 none; targets are numbers of whole rows. The loss takes four steps:
+ * Ranks can share the columns: column 0 is class first_class of whole_classes; `classes` columns of
+ * this rank count, -1 none; targets are numbers of whole rows. The loss takes four steps:
  *
- *     1. cross_entropy with parts: per row the maximum here, the sum of exp(x - maximum), the
- *        target's logit or 0 where it is not here and, with smoothing, the sum of the logits. No
- *        column counts, or the target is ignored: -infinity and zeros. loss and lse are not made.
- *     2. whole_max = maxima, all-reduced; cross_entropy_finish without loss: sums of this rank
- *        become those of exp(x - whole_max).
- *     3. parts behind the maxima, all-reduced by one sum.
- *     4. cross_entropy_finish with loss: loss and lse of whole rows, which backward reads. */
+ *     1. cross_entropy with parts: for each row the maximum, the sum of exp(x - maximum), the
+ *        target's logit (0 if another rank has it) and, with smoothing, the sum of the logits;
+ *        -infinity and zeros if no column counts or the target is ignored. No loss, no lse.
+ *     2. whole_max = maxima, all-reduced; cross_entropy_finish without loss makes sums of
+ *        exp(x - whole_max).
+ *     3. one all-reduce sums the parts after the maxima.
+ *     4. cross_entropy_finish with loss: loss and lse of whole rows, for backward. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const void *logits;     /* (rows,n) */
@@ -198,12 +188,12 @@ typedef struct dtrain_cross_entropy_args {
     void *d_logits;         /* (rows,n) or NULL */
     float scale;
     dtrain_dtype dtype;                 /* of logits and d_logits */
-    int64_t classes;                    /* columns that count, the first ones; 0 = n */
+    int64_t classes;                    /* number of columns that count, from the first; 0 = n */
     float smoothing;                    /* in [0, 1] */
     int64_t first_class, whole_classes; /* whole_classes 0: `classes` */
     float *parts;                       /* (3,rows), with smoothing (4,rows); or NULL */
-    const float *whole_max;             /* (rows): of cross_entropy_finish */
-    float *lse_rest;                    /* (rows), as of attention; or NULL */
+    const float *whole_max;             /* (rows), for cross_entropy_finish */
+    float *lse_rest;                    /* (rows), as in attention; or NULL */
 
     const float *upstream; /* (1) device memory, or NULL = 1 */
 } dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args, dtrain_cross_entropy_finish_args;
@@ -217,7 +207,7 @@ typedef struct dtrain_softmax_args {
 
     bool accumulate;
     const void *d_y;
-    void *d_x; /* (rows,n), none of the others */
+    void *d_x; /* (rows,n), not x, y or d_y */
 } dtrain_softmax_args, dtrain_softmax_backward_args;
 
 /* Rotary position embedding (Su et al., "RoFormer", 2021) in the form of Llama: element i of the
@@ -225,8 +215,8 @@ typedef struct dtrain_softmax_args {
  *
  *     y1 = x1 cos - x2 sin     y2 = x2 cos + x1 sin     angle = position * theta^(-2 i / d)
  *
- * with the position row % sequence and d the size of a head, which is even. Heads from `rotated` on
- * are copied. inverse turns back, which is the backward pass. */
+ * with position = row % sequence and an even head size d. Heads from `rotated` on are copied.
+ * inverse turns back: the backward pass. */
 typedef struct dtrain_rotary_args {
     int64_t rows, sequence, heads, rotated, d;
     float theta;
@@ -247,13 +237,13 @@ typedef struct dtrain_permute_args {
     dtrain_dtype dtype; /* of x and y */
 } dtrain_permute_args;
 
-/* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
- * element, used for all; and x NULL is the constant 1. With a divisor y, fp32, is multiplied by
- * a / divisor[0] and x is not read; where that is 1, or divisor[0] is 0, memory is not touched. */
+/* y = a * x + b * y, or y = a * x if accumulate is false. x can be y. With broadcast x is one
+ * element, used for all; x NULL is the constant 1. With a divisor, y (fp32) is multiplied by a /
+ * divisor[0] and x is not read; if that is 1, or divisor[0] is 0, y is not touched. */
 typedef struct dtrain_axpby_args {
     int64_t count;
     bool accumulate;
-    double a, b; /* fp32 where x and y are not F64 */
+    double a, b; /* used as fp32 unless x and y are F64 */
     const void *x;
     void *y;
     bool broadcast;
@@ -261,8 +251,8 @@ typedef struct dtrain_axpby_args {
     const float *divisor; /* (1) device memory, or NULL */
 } dtrain_axpby_args;
 
-/* Functions of single elements. The first are the dtrain_activation with the same number, of x
- * alone; the others are of x and `other`. */
+/* Functions of single elements. The first are the dtrain_activation with the same number, functions
+ * of x; the others are functions of x and `other`. */
 typedef enum dtrain_pointwise {
     DTRAIN_POINTWISE_RELU = DTRAIN_ACTIVATION_RELU,
     DTRAIN_POINTWISE_GELU = DTRAIN_ACTIVATION_GELU,
@@ -273,33 +263,33 @@ typedef enum dtrain_pointwise {
     DTRAIN_POINTWISE_LOGISTIC_LOSS = 7  /* max(x, 0) - x other + log(1 + e^-|x|) */
 } dtrain_pointwise;
 
-/* y[i] = kind(x[i], other[i]). Backward: d_x = d_y times the derivative by x, and d_other that by
- * other; no two pointers are equal but x and other. The slope of ReLU at 0 is 0. */
+/* y[i] = kind(x[i], other[i]). Backward: d_x = d_y times the derivative by x, d_other = d_y times
+ * the derivative by other; only x and other can be equal pointers. The slope of ReLU at 0 is 0. */
 typedef struct dtrain_pointwise_args {
     uint32_t kind; /* dtrain_pointwise */
     int64_t count;
-    const void *x, *other; /* (count); other is NULL where the function has one argument */
-    void *y;               /* (count) */
-    dtrain_dtype x_dtype, other_dtype, y_dtype; /* and of the gradients of the three */
+    const void *x, *other;                      /* (count); other is NULL for functions of x only */
+    void *y;                                    /* (count) */
+    dtrain_dtype x_dtype, other_dtype, y_dtype; /* also of their gradients */
 
     const void *d_y;
     void *d_x, *d_other; /* (count) or NULL */
     bool accumulate_x, accumulate_other;
 } dtrain_pointwise_args, dtrain_pointwise_backward_args;
 
-/* out = x + y elementwise; out may be either of them if it has its dtype. */
+/* out = x + y elementwise; out can be x or y if it has the same dtype. */
 typedef struct dtrain_add_args {
     int64_t count;
     const void *x, *y;
     void *out;
     dtrain_dtype x_dtype; /* of x and out */
-    dtrain_dtype y_dtype; /* both or none F64 */
+    dtrain_dtype y_dtype; /* F64 exactly if x_dtype is */
 } dtrain_add_args;
 
-/* Where the elements of a part stand in a whole tensor. Without segments element i has the number
+/* Places of the elements of a part in a whole tensor. Without segments element i has the number
  * first + i; zeroed, the part is the whole. With segments the columns are cut: a row of n elements
- * is segments one behind the other, each a run of `length` that begins at `column` of a whole row
- * of whole_n, and the number is first + row * whole_n + column. Lengths add up to n. */
+ * is consecutive segments, each `length` elements from `column` of a whole row of whole_n; the
+ * number is first + row * whole_n + column. Lengths add up to n. */
 typedef struct dtrain_part {
     int64_t first;
     int64_t n, whole_n; /* read with segments only */
@@ -310,8 +300,8 @@ typedef struct dtrain_part {
 } dtrain_part;
 
 /* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, number of i in the
- * whole tensor): running the same kernel on the gradient is the backward pass, so no mask is
- * stored, and the masks of parts are those of the whole. y may be x. */
+ * whole tensor): backward runs the same kernel on the gradient, no mask is stored, and parts have
+ * the mask of the whole. y can be x. */
 typedef struct dtrain_dropout_args {
     int64_t count;
     float probability;
@@ -319,14 +309,14 @@ typedef struct dtrain_dropout_args {
     uint64_t seed, stream;
     const void *x;
     void *y;
-    const dtrain_step_scalars *scalars; /* device memory, or NULL: adds its seed */
+    const dtrain_step_scalars *scalars; /* device memory, its seed is added; or NULL */
     dtrain_dtype dtype;                 /* of x and y */
     dtrain_part part;
 } dtrain_dropout_args;
 
-/* total = scale * sum of x, or of x*x when squares; accumulated in double over fixed chunks in a
+/* total = scale * sum of x, or of x*x if squares; accumulated in double over fixed chunks in a
  * fixed order, so the bits do not depend on timing or threads. With accumulate it is added to
- * total[0]; out[0], if wanted, is total rounded to fp32. */
+ * total[0]. out[0] is total rounded to fp32. */
 typedef struct dtrain_sum_args {
     int64_t count;
     bool squares, accumulate;
@@ -338,9 +328,9 @@ typedef struct dtrain_sum_args {
     const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
-/* What becomes of sums of squares, without the host: norm = sqrt(their sum, in order) * grad_scale;
- * scalars->grad_scale is multiplied by max_norm / (norm + 1e-6) where below 1 (max_norm <= 0:
- * never), and scalars->skip = 1 when the norm is not finite or weight[0] is 0. */
+/* Clipping without the host: norm = sqrt(sum of sum_squares, in order) * grad_scale; if max_norm >
+ * 0 and max_norm / (norm + 1e-6) < 1, scalars->grad_scale is multiplied by it; scalars->skip = 1 if
+ * the norm is not finite or weight[0] is 0. */
 typedef struct dtrain_clip_args {
     const double *sum_squares; /* (sum_count, at least 1) device memory */
     float max_norm;
@@ -363,16 +353,26 @@ typedef struct dtrain_optimizer_tensor {
     float weight_decay;
     float *value;
     const float *grad;
-    float *m, *v; /* AdamW's moments; m: Lion's, and the momentum buffer of SGD, NULL when momentum
-                     is 0, and of Muon */
+    float *m, *v; /* AdamW's moments; m: momentum of Lion, Muon and SGD (NULL if momentum is 0) */
 } dtrain_optimizer_tensor;
+
+/* The elementwise stages of Muon, each a call for one tensor; optim/muon.c has all of it, with gemm
+ * between them:
+ *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
+ *   NORMALIZE   x = x / (sqrt(sum_squares[0]) + epsilon)
+ *   STEP        value = value (1 - lr*weight_decay) - lr*scale*x */
+typedef enum dtrain_muon_stage {
+    DTRAIN_MUON_MOMENTUM = 0,
+    DTRAIN_MUON_NORMALIZE = 1,
+    DTRAIN_MUON_STEP = 2
+} dtrain_muon_stage;
 
 /* One fused pass over all tensors, with g = grad * grad_scale:
  *
  * AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)
  *   m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- *   with correction_i = 1 - b_i^step given by the caller
+ *   where the caller gives correction_i = 1 - b_i^step
  * SGD as PyTorch defines it
  *   g += weight_decay*value; m = momentum*m + g (m = g on the first step)
  *   value = value - lr * (nesterov ? g + momentum*m : m)
@@ -389,36 +389,21 @@ typedef struct dtrain_optimizer_args {
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
     float lr_scale;                     /* of the rate in scalars */
     bool wide;                          /* AdamW, SGD: all arrays are doubles, two floats each */
+
+    uint32_t stage; /* dtrain_muon_stage; this and what follows: Muon */
+    float scale;
+    float *x;                  /* (tensors->count) */
+    const double *sum_squares; /* (1) device memory */
 } dtrain_optimizer_args;
-typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args;
-
-/* The elementwise stages of Muon, each a call; optim/muon.c has all of it, with gemm between them:
- *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
- *   NORMALIZE   x = x / (sqrt(sum_squares[0]) + epsilon)
- *   STEP        value = value (1 - lr*weight_decay) - lr*scale*x */
-typedef enum dtrain_muon_stage {
-    DTRAIN_MUON_MOMENTUM = 0,
-    DTRAIN_MUON_NORMALIZE = 1,
-    DTRAIN_MUON_STEP = 2
-} dtrain_muon_stage;
-
-typedef struct dtrain_muon_args {
-    uint32_t stage;                        /* dtrain_muon_stage */
-    const dtrain_optimizer_tensor *tensor; /* (1) host memory */
-    float *x;                              /* (tensor->count) */
-    float lr, momentum, grad_scale, scale, epsilon;
-    bool nesterov;
-    const double *sum_squares;          /* (1) device memory */
-    const dtrain_step_scalars *scalars; /* as in dtrain_optimizer_args */
-    float lr_scale;
-} dtrain_muon_args;
+typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args,
+    dtrain_muon_args;
 
 /* The k elements of largest magnitude of x, or of residual + x with error feedback (Stich et al.,
  * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
  * taken out of it, that is, become zero there. Of equal magnitudes at the border the lowest indices
- * are taken, NaN counts as larger than everything: the result is a function of the input alone.
- * With velocity, which needs residual: velocity = momentum velocity + x; residual += velocity; what
- * is taken becomes zero in both (momentum correction and factor masking: Lin et al., "Deep Gradient
+ * are taken, NaN is larger than all numbers: the result is a function of the input only. With
+ * velocity, which needs residual: velocity = momentum velocity + x; residual += velocity; taken
+ * elements become zero in both (momentum correction and factor masking: Lin et al., "Deep Gradient
  * Compression", ICLR 2018). count < 2^31, 1 <= k <= count. */
 typedef struct dtrain_topk_args {
     int64_t count, k;
@@ -430,7 +415,7 @@ typedef struct dtrain_topk_args {
     float momentum;
 } dtrain_topk_args;
 
-/* out[indices[i]] += scale * values[i]; indices differ, and one outside [0, count) is an error. */
+/* out[indices[i]] += scale * values[i]; indices differ; an index outside [0, count) is an error. */
 typedef struct dtrain_scatter_add_args {
     int64_t count, k;
     float scale;
@@ -439,27 +424,21 @@ typedef struct dtrain_scatter_add_args {
     float *out;             /* (count) */
 } dtrain_scatter_add_args;
 
-/* Batch normalisation: every column (channel) of x (rows, n) is normalised over all rows, here and
- * on other ranks (Ioffe and Szegedy, 2015). In five steps, so that what ranks have to exchange lies
- * between kernels:
+/* Batch normalisation: every column (channel) of x (rows, n) is normalised over all rows, also of
+ * other ranks (Ioffe and Szegedy, 2015). Ranks exchange numbers between its five steps:
  *
- *     moments      x -> part: this rank's share of the statistics
+ *     moments      x -> part: this rank's part of the statistics
  *     statistics   the parts of all ranks, in their order -> mean, rstd; running averages
  *     batchnorm    x -> y
- *     sums         x, y, d_y -> this rank's share of two sums over all rows
+ *     sums         x, y, d_y -> this rank's part of two sums over all rows
  *     backward     x, y, d_y, the sums of all ranks -> d_x
  *
- * part (1 + 2 n): the number of rows, the means, the sums of squared deviations from them. Sums of
- * many rows are taken in double or over chunks that follow from the arguments. */
-typedef struct dtrain_batchnorm_moments_args {
-    int64_t rows, n;
-    const void *x;
-    float *part;
-    dtrain_dtype dtype; /* of x */
-} dtrain_batchnorm_moments_args;
+ * part (1 + 2 n), which moments writes to `sums`: number of rows, means, sums of squared deviations
+ * from the means. Sums of many rows are taken in double or over chunks that depend only on the
+ * arguments. */
 
-/* running = (1 - momentum) running + momentum new, with the unbiased variance; NULL: there is none.
- * With parts 0, mean and rstd are those of the running averages, which stay as they are. */
+/* running = (1 - momentum) running + momentum new, with the unbiased variance. With parts 0, mean
+ * and rstd come from the running averages, which do not change. */
 typedef struct dtrain_batchnorm_statistics_args {
     int64_t parts, n;
     float epsilon, momentum;
@@ -469,10 +448,10 @@ typedef struct dtrain_batchnorm_statistics_args {
     float *running_mean, *running_var; /* (n) or NULL */
 } dtrain_batchnorm_statistics_args;
 
-/* y = act((x - mean) rstd weight + bias + residual); the activation is none or ReLU. y may be x or
+/* y = act((x - mean) rstd weight + bias + residual); the activation is none or ReLU. y can be x or
  * residual. Backward, with d = d_y act' and h = (x - mean) rstd:
  *
- *     sums       sum of d, sum of d h over these rows; d is the gradient of the residual too
+ *     sums       sum of d, sum of d h over this rank's rows; d is also the residual's gradient
  *     backward   d_x = weight rstd (d - (sum of d + h sum of d h) / rows), with sums over the rows
  *                of all ranks
  *
@@ -480,22 +459,24 @@ typedef struct dtrain_batchnorm_statistics_args {
 typedef struct dtrain_batchnorm_args {
     int64_t rows, n;
     uint32_t activation;
-    const void *x, *residual; /* (rows, n); residual may be NULL */
+    const void *x, *residual; /* (rows, n); residual can be NULL */
     const float *mean, *rstd, *weight, *bias;
     void *y;
     dtrain_dtype dtype; /* of x, residual, y and their gradients */
 
     const void *d_y;
-    float *sums;                /* (2 n), written by sums */
+    float *sums;                /* (2 n), written by sums; (1 + 2 n) by moments */
     const float *inverse_count; /* (1) */
     void *d_residual;           /* written by sums; or NULL */
     void *d_x;                  /* written by backward */
     bool accumulate;            /* to d_residual, or to d_x */
-} dtrain_batchnorm_args, dtrain_batchnorm_sums_args, dtrain_batchnorm_backward_args;
+} dtrain_batchnorm_args;
+typedef dtrain_batchnorm_args dtrain_batchnorm_moments_args, dtrain_batchnorm_sums_args,
+    dtrain_batchnorm_backward_args;
 
 /* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an
- * image has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of
- * the same form; there are out_height x out_width windows, whose taps may lie outside. */
+ * image has tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the corresponding
+ * column; there are out_height x out_width windows, and taps can lie outside the image. */
 typedef struct dtrain_windows2d {
     int64_t batch, height, width, channels;
     int64_t out_height, out_width;
@@ -505,9 +486,8 @@ typedef struct dtrain_windows2d {
 #define DTRAIN_CONV2D_KERNEL 64 /* taps of an axis, at most */
 
 /* y (batch, out_height, out_width, out_channels) = the sum over taps of x times weight, plus bias;
- * a tap outside the image is 0. Group g of `groups` takes its share of the channels of x to its
- * share of those of y. In backward sums over pixels are taken in shares that follow from the shapes
- * alone, and in order. */
+ * a tap outside the image is 0. Group g of `groups` maps its channels of x to its channels of y.
+ * Backward sums pixels in parts that depend only on the shapes, and in order. */
 typedef struct dtrain_conv2d_args {
     dtrain_windows2d windows;
     int64_t out_channels, groups;
@@ -526,14 +506,14 @@ typedef struct dtrain_conv2d_args {
 
 /* y (batch, out_height, out_width, channels) = the largest element of each window, or the sum over
  * its taps divided by kernel[0]*kernel[1] (taps outside the image are 0 and count). index, if
- * wanted, receives the tap a*kernel[1] + b that was the maximum: the first one; of NaN, which is
- * larger than everything, the last. Each window has a tap inside; dilation is 1. */
+ * wanted, receives the tap a*kernel[1] + b of the maximum: the first maximum, or the last NaN,
+ * which is larger than all numbers. Each window has a tap inside; dilation is 1. */
 typedef struct dtrain_pool2d_args {
     dtrain_windows2d windows;
     bool maximum;
     const void *x;
     void *y;
-    int32_t *index;     /* like y, or NULL; of maxima only; backward reads it */
+    int32_t *index;     /* like y, or NULL; for maxima only; backward reads it */
     dtrain_dtype dtype; /* of x, y, d_y, d_x */
 
     bool accumulate;
@@ -552,13 +532,13 @@ typedef enum dtrain_copy_kind {
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
  *
- * query, host_register, host_unregister and the entries from stream_create to range_end may be
- * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
- * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
+ * query, host_register, host_unregister and the entries from stream_create to range_end can be
+ * NULL: nothing to do. Such a device has finished its work when a call returns, its streams and
+ * events are NULL, the host can read all memory, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
     const char *name; /* "cpu", "cuda" */
-    bool host_memory; /* true: device pointers can be read by the host */
+    bool host_memory; /* true: the host can read device pointers */
 
     dtrain_result (*create)(const dtrain_device_desc *desc, dtrain_device *device);
     void (*destroy)(dtrain_device *device);
@@ -566,7 +546,7 @@ struct dtrain_device_ops {
     /* Wait for all streams of this device; device->while_waiting is called meanwhile. */
     dtrain_result (*synchronize)(dtrain_device *device);
 
-    /* 64-byte aligned (256 on a GPU), contents undefined. copy from host memory has read it when it
+    /* 64-byte aligned (256 on a GPU), contents undefined. copy has read host memory when it
      * returns. */
     dtrain_result (*alloc)(dtrain_device *device, size_t bytes, void **memory);
     void (*free)(dtrain_device *device, void *memory, size_t bytes);
@@ -574,8 +554,8 @@ struct dtrain_device_ops {
                           dtrain_copy_kind kind);
     dtrain_result (*zero)(dtrain_device *device, void *memory, size_t bytes);
 
-    /* Page-locked host memory, and existing whole pages page-locked: what copy_async, which
-     * only queues, reads and writes. */
+    /* Page-locked host memory, new or made from existing whole pages, for copy_async, which only
+     * queues the copy. */
     dtrain_result (*host_alloc)(dtrain_device *device, size_t bytes, void **memory);
     void (*host_free)(dtrain_device *device, void *memory, size_t bytes);
     dtrain_result (*host_register)(dtrain_device *device, void *memory, size_t bytes);
@@ -600,17 +580,17 @@ struct dtrain_device_ops {
     dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
     dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);
     void (*graph_destroy)(dtrain_device *device, dtrain_graph *graph);
-    /* End a recording under way, and all graphs: launching one is an error from here on, destroying
-     * it is not. A communicator that ends calls it, because graphs keep its collectives. */
+    /* End a recording under way, and all graphs: they can be destroyed but not launched. A
+     * communicator that ends calls it, because graphs contain its collectives. */
     void (*graphs_drop)(dtrain_device *device);
-    /* Tell whether work on the compute stream is recorded: between graph_begin and graph_end, or by
-     * the host whose stream it is. */
+    /* True if work on the compute stream is recorded: between graph_begin and graph_end, or by the
+     * host program that owns the stream. */
     bool (*capturing)(dtrain_device *device);
-    /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
-     * back by other means. False: a kernel does not end, and memory stays for good. */
+    /* Wait until no queued work can touch memory, as free does, before memory is given back by
+     * other means. False: a kernel does not end, and the memory must stay. */
     bool (*may_free)(dtrain_device *device);
-    /* Open a range with a name for a profiler of this device, and close the innermost one: the
-     * spans of world/timeline.h. */
+    /* Open a named range for a profiler of this device (the spans of world/timeline.h), and close
+     * the innermost range. */
     void (*range_begin)(dtrain_device *device, const char *name);
     void (*range_end)(dtrain_device *device);
 
@@ -662,18 +642,17 @@ struct dtrain_device {
     const dtrain_device_ops *ops;
     void *state;            /* the backend's own */
     size_t allocated_bytes; /* from alloc, not given back */
-    size_t comm_bytes;      /* of communicators, beside those */
-    size_t peak_bytes;      /* both together, at most so far */
-    uint64_t limit_bytes;   /* for both together; 0 = none */
-    /* Called again and again while the host waits for the device. A communicator whose kernels wait
-     * for other ranks keeps its deadlines here: an error ends the wait. NULL = nothing. */
+    size_t comm_bytes;      /* of communicators, not from alloc */
+    size_t peak_bytes;      /* largest sum of both */
+    uint64_t limit_bytes;   /* of their sum; 0 = none */
+    /* Called repeatedly while the host waits for the device; an error ends the wait. A communicator
+     * whose kernels wait for other ranks checks its deadlines in it. NULL = nothing. */
     dtrain_result (*while_waiting)(void *user);
     void *waiting_user;
 };
 
 /* Add `bytes` to *counter, which is device->allocated_bytes or device->comm_bytes, and update
- * device->peak_bytes; or fail, and say what would help, where that would go beyond the memory limit
- * of this rank. Devices and communicators call it before they allocate, and subtract what they
- * free or did not get. */
+ * device->peak_bytes; fail, and say what would help, if that exceeds the memory limit of this rank.
+ * Devices and communicators call it before they allocate, and subtract freed or missing bytes. */
 DTRAIN_API dtrain_result dtrain_device_account(dtrain_device *device, size_t *counter,
                                                size_t bytes);

@@ -9,7 +9,7 @@
 #include "device/device.h"
 #include "device/device_internal.h"
 
-/* The allocator is kept behind the public part: backends need not. */
+/* The allocator follows the public part: backends do not store it. */
 typedef struct dtrain__owned_device {
     dtrain_device device;
     dtrain_allocator allocator;
@@ -49,7 +49,7 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
     return DTRAIN_OK;
 }
 
-/* Return whether the host can read `memory`: parameters of a program may lie on either side. */
+/* Return whether the host can read `memory`: a program's parameters can be in either memory. */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
 {
     return device->ops->host_memory || !device->ops->is_device_memory ||
@@ -70,7 +70,7 @@ DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_devic
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes)
 {
-    const bool apart = !device->ops->host_memory; /* else all is the device's */
+    const bool apart = !device->ops->host_memory; /* false: all memory counts as the device's */
     const bool from_host = apart && dtrain__on_host(device, from);
     const bool to_host = apart && dtrain__on_host(device, to);
     if (from_host && to_host) {

@@ -1,4 +1,4 @@
-/* What other rooms use of a device. */
+/* A device's functions for other rooms. */
 
 #pragma once
 
@@ -30,17 +30,23 @@ static inline bool dtrain__capturing(dtrain_device *device)
     L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d) L(pool2d_backward)
 /* clang-format on */
 
-/* The entries of a device that has finished its work when a call returns: from stream_create to
- * event_query, from graph_begin to range_end, and with is_device_memory between them. */
-#define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-#define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
+/* The table of a device that has finished its work when a call returns: no streams, events or
+ * graphs. Its functions are dtrain__<name>_create and so on, its kernels entry(op) of each. */
+#define DTRAIN__HOST_TABLE(name, host_memory, query, host_free, is_device_memory, entry)          \
+    {                                                                                             \
+        DTRAIN_DEVICE_ABI, #name, host_memory, dtrain__##name##_create, dtrain__##name##_destroy, \
+            query, dtrain__cpu_synchronize, dtrain__##name##_alloc, dtrain__##name##_free,        \
+            dtrain__##name##_copy, dtrain__##name##_zero, dtrain__##name##_host_alloc, host_free, \
+            NULL, NULL, dtrain__cpu_copy_async, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,   \
+            is_device_memory, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,               \
+            DTRAIN__KERNEL_LIST(entry, entry)                                                     \
+    }
 
-/* Call an entry of the table that may be NULL: then there is nothing to do. */
+/* Call an entry of the table; NULL = nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \
     ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
 
-/* Inputs of several ranks, which are combined in this order into equal outputs. */
+/* Inputs of several ranks, combined in order into equal outputs. */
 typedef struct dtrain__mix_job {
     const char *const *in; /* (in_count), 2 or more */
     char *const *out;      /* (out_count) */

@@ -1,8 +1,8 @@
 /* The plan device
  *
- * Addresses without memory: an allocation is a step of a counter that lives in device->state.
- * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. Every value is zero: copies to the host give zeros. */
+ * Addresses without memory: an allocation advances a counter in device->state. Kernels do nothing,
+ * so a model runs at the speed of its bookkeeping, and peak_bytes is the result. Copies to the host
+ * give zeros. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -32,7 +32,7 @@ static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, voi
                            (unsigned long long)bytes);
     DTRAIN__TRY(dtrain_device_account(device, &device->allocated_bytes, bytes));
     *memory = (void *)at;
-    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* moves for 0 bytes too */
     return DTRAIN_OK;
 }
 
@@ -83,27 +83,8 @@ DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_KERNEL)
 DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void)
 {
 #define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "plan",
-        false,
-        dtrain__plan_create,
-        dtrain__plan_destroy,
-        NULL,
-        dtrain__cpu_synchronize,
-        dtrain__plan_alloc,
-        dtrain__plan_free,
-        dtrain__plan_copy,
-        dtrain__plan_zero,
-        dtrain__plan_host_alloc,
-        dtrain__plan_free,
-        NULL,
-        NULL,
-        dtrain__cpu_copy_async,
-        DTRAIN__NO_STREAMS,
-        dtrain__plan_is_device_memory,
-        DTRAIN__NO_GRAPHS,
-        DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY, DTRAIN__PLAN_ENTRY)};
+    static const dtrain_device_ops ops = DTRAIN__HOST_TABLE(
+        plan, false, NULL, dtrain__plan_free, dtrain__plan_is_device_memory, DTRAIN__PLAN_ENTRY);
 #undef DTRAIN__PLAN_ENTRY
     return &ops;
 }

@@ -1,9 +1,9 @@
 /* The launch environment
  *
- * Launchers tell a process its rank in environment variables, each in its own; launch.h lists them.
- * A family of variables is taken as a whole, the first complete one wins, and each is a row of the
- * table below. Slurm, the Indexed Job and the TrainJob, whose variables are more than a rank and a
- * size, have a reader each. All is a pure function of the environment. */
+ * Each launcher tells a process its rank in different environment variables, which launch.h lists.
+ * A launcher's variables form a family, a row of the table below. The first complete family wins.
+ * Families that need more than a rank and a size have a reader. The result is a pure function of
+ * the environment. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -15,38 +15,37 @@
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-/* Columns that have the same meaning in every family. Variables that only the family's own reader
- * uses are in no column. */
+/* Columns with the same meaning in every family. Variables of only one reader have no column. */
 enum {
-    DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
+    DTRAIN__ADDRESS, /* of rank 0's host; families can share address and port */
     DTRAIN__PORT,
     DTRAIN__RANK,
     DTRAIN__SIZE,
     DTRAIN__LOCAL_RANK,
     DTRAIN__LOCAL_SIZE,
-    DTRAIN__RUN, /* this and the next one name the run */
-    DTRAIN__RUN_PART,
+    DTRAIN__RUN,      /* name of the run ... */
+    DTRAIN__RUN_PART, /* ... and its second part */
     DTRAIN__VARIABLES
 };
 enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
 
-/* The variables by which launchers of one kind say which rank a process is. */
+/* The variables of one kind of launcher. */
 typedef struct dtrain__family {
     const char *name;
-    /* Reads rank and size into *out, which is zeroed, and leaves a size of 0 if it does not apply.
-     * A family without a reader has two plain numbers. */
+    /* Reads rank and size into *out, which is zeroed; a size of 0 means that the family is not
+     * there. NULL: rank and size are plain numbers. */
     dtrain_result (*read)(dtrain__lookup_fn env, dtrain__placement *out);
-    const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
+    const char *variables[DTRAIN__VARIABLES]; /* NULL if the family has none */
 } dtrain__family;
 
-/* Look up a variable; NULL when it is unset or empty. */
+/* Look up a variable; NULL if it is unset or empty. */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
 {
     const char *text = name ? env(name) : NULL;
     return text && text[0] ? text : NULL;
 }
 
-/* Read a number of at most nine digits, without sign or blank; -1: it is not set. */
+/* Read a number of at most nine digits, without sign or blank; -1 if it is not set. */
 static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, int *value)
 {
     const char *text = dtrain__env_text(env, name);
@@ -62,7 +61,7 @@ static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name,
     return DTRAIN_OK;
 }
 
-/* Refuse a pair that cannot be, such as "RANK=5" beside "WORLD_SIZE=1". */
+/* Refuse a contradiction, such as "RANK=5" beside "WORLD_SIZE=1". */
 static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
                                           const char *rule)
 {
@@ -71,9 +70,8 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; a size of 0 says that they are not set. Half a family
- * is an error, except that a world size without a rank may belong to an Indexed Job
- * (size_alone). */
+/* Read a rank and a size; a size of 0 means that they are not set. One without the other is an
+ * error, except that a size without a rank can belong to an Indexed Job (size_alone). */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
                                        const char *size_name, bool size_alone,
                                        dtrain__placement *out)
@@ -98,9 +96,9 @@ static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_n
                                 "numbers go from 0 to the size less one");
 }
 
-/* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it
- * is usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node
- * on which srun or mpirun has put its agent. */
+/* Read torchrun's variables. Refuse a RANK that contradicts mpirun's variables: usually the shell
+ * that ran mpirun had inherited RANK. Under torchrun itself mpirun's variables describe the node
+ * where srun or mpirun has started torchrun's agent. */
 static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, dtrain__placement *out)
 {
     static const char *const others[][2] = {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
@@ -120,8 +118,8 @@ static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, dtrain__placem
     return DTRAIN_OK;
 }
 
-/* Write the first host of a list like "node[001-003,7],gpu[1-2]"; false when it is malformed or
- * does not fit. */
+/* Write the first host of a list like "node[001-003,7],gpu[1-2]"; false if the list is malformed or
+ * the host does not fit. */
 static bool dtrain__first_host(const char *list, char *out, size_t room)
 {
     size_t used = 0;
@@ -162,15 +160,15 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement
                        hosts);
 }
 
-/* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
- * setHostnameAsFQDN the domain of the service follows, and so the name of pod 0 is known. */
+/* Read the variables of an Indexed Job. The pod's name is <job>-<index>. With setHostnameAsFQDN the
+ * domain of the service follows, which gives the name of pod 0. */
 static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
     const char *host = dtrain__env_text(env, "HOSTNAME");
     char ending[16];
-    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK; /* the job itself sets none */
+    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK; /* the job does not set a size */
     DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, out));
     if (!out->size || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
     const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
@@ -180,8 +178,8 @@ static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, dtrain__placeme
     return DTRAIN_OK;
 }
 
-/* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
- * wants one launcher a node. */
+/* Read the variables of a TrainJob. PET_ is torchrun's prefix for its flags: they mean one launcher
+ * per node. */
 static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, dtrain__placement *out)
 {
     int forks;
@@ -227,10 +225,10 @@ static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
      {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES"}},
 };
 
-/* Find where the ranks meet. The port is DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's
- * port is its own, so the one DTRAIN__PORT_OFFSET above is used (below, at the end of the range).
- * The address is as said in the environment, else this host when all ranks are on it, else what the
- * family has found out. "[::1]" is "::1". */
+/* Find the address and port of rank 0. The port is DTRAIN_PORT or DTRAIN_MASTER_PORT. A launcher
+ * listens at its own port, so the port DTRAIN__PORT_OFFSET above it is used (below it, at the end
+ * of the range). The address comes from the environment. Without one it is this host if all ranks
+ * are on it, else the address that the family's reader has found. "[::1]" is "::1". */
 static dtrain_result dtrain__env_meeting(dtrain__lookup_fn env, const dtrain__family *family,
                                          dtrain__placement *out)
 {
@@ -272,8 +270,8 @@ static dtrain_result dtrain__env_meeting(dtrain__lookup_fn env, const dtrain__fa
         names[DTRAIN__ADDRESS]);
 }
 
-/* Read the environment: the first complete family wins. A world of one counts as no launcher, and
- * dtrain_launch does what its desc says, as if nothing were set. */
+/* Read the environment: the first complete family wins. A world of one counts as no launcher:
+ * dtrain_launch does what its desc says. */
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
@@ -311,8 +309,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
     out->complete = found;
 
-    /* How often the launcher around this process has started it again. Whether that launcher has
-     * started one rank, a node or a shell makes no difference. */
+    /* The number of restarts by the launcher around this process, which can have started one rank,
+     * a node or a shell. */
     for (int i = 0; i < 3 && count < 0; i++)
         DTRAIN__TRY(dtrain__env_number(env, counts[i], &count));
     out->restart_count = count < 0 ? 0 : (uint32_t)count;
@@ -324,7 +322,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     out->family = family->name;
 
     /* The key of the run is made from DTRAIN_JOB_KEY, a secret, or else from the launcher's name
-     * for this run, which at least keeps two runs apart that meet at one port. */
+     * for this run, which at least keeps apart two runs at one port. */
     const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
     const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
     const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);

@@ -131,22 +131,11 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     given = &launch->join;
     desc->threads_per_rank = given->threads ? given->threads : 1;
     desc->timeout_ms = given->timeout_ms ? given->timeout_ms : 600000;
-    desc->log_level = given->log_level;
-    desc->reserve_bytes = given->reserve_bytes;
-    desc->allocator = dtrain__resolve_allocator(&given->allocator);
     desc->device_ops = given->device_ops;
     desc->comm_ops = given->comm_ops;
-    desc->math = given->math;
-    desc->tune = given->tune;
-    desc->memory_limit = given->memory_limit;
-    desc->node_ranks = given->node_ranks;
-    desc->flight_directory = given->flight_directory;
-    desc->trace = given->trace;
+    desc->options = given->options;
     desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
-    launch->log.write = given->log;
-    launch->log.user = given->log_user;
-    launch->log.silent = !given->log;
-    launch->log.level = (dtrain_log_level)desc->log_level;
+    launch->log.silent = !given->options.log;
     launch->place.rank = given->rank;
     launch->place.size = given->size;
     launch->place.local_rank = -1;
@@ -154,7 +143,7 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     if (given->rank < 0 || given->rank >= given->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_join: rank is %d, expected 0 to %d",
                            given->rank, given->size - 1);
-    DTRAIN__TRY(dtrain__check_launch("dtrain_world_join", desc, given->size));
+    DTRAIN__TRY(dtrain__check_launch("dtrain_world_join", launch));
     return dtrain__map_region(0, 0, NULL, -1, &launch->region);
 }
 

@@ -50,18 +50,8 @@ typedef struct dtrain_join_desc {
     const struct dtrain_comm_ops *comm_ops; /* NULL = local; MPI over several hosts; with a GPU
                                                local through host memory */
     const void *comm_given; /* for comm_ops: MPI_Comm *, or dtrain_nccl_given *; read by the join */
-    dtrain_log_fn log;      /* NULL = nothing is logged */
-    void *log_user;
-    uint32_t log_level; /* dtrain_log_level */
-    dtrain_allocator allocator;
-    size_t reserve_bytes;         /* these and the next as in dtrain_launch_desc */
-    uint64_t memory_limit;        /* bytes */
-    uint32_t math;                /* dtrain_math */
-    uint32_t node_ranks;          /* consecutive members that count as a host */
-    bool tune;                    /* see dtrain_device_desc */
-    const char *flight_directory; /* NULL = no dumps */
-    dtrain_trace_desc trace;
-    const dtrain_abi *abi; /* as in dtrain_launch_desc */
+    const dtrain_abi *abi;  /* as in dtrain_launch_desc */
+    dtrain_world_options options;
 } dtrain_join_desc;
 
 /* Make a world of the members that call it, this one included. Collective: it blocks in all_gather

@@ -1,11 +1,11 @@
 /* dtrain_launch
  *
  *     dtrain_launch
- *         settle       who starts the ranks: this call, another launcher, or this call on its node
- *         map          the shared region, or a page of this process's own when ranks join a world
+ *         resolve      who starts the ranks: this call, another launcher, or this call on its node
+ *         map          the shared region, or a private page if a launcher started this rank
  *         run          each rank, in a process or a thread (rank.c)
- *         conclude     from the exit records: one result, one sentence, the info
- *         restart      after a failure, from "map" on (restart.c) */
+ *         conclude     one result, one sentence and the info from the exit records
+ *         restart      after a failure, beginning with "map" (restart.c) */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -31,11 +31,11 @@ DTRAIN__PRIVATE uint32_t dtrain__cores(void)
     if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
         return (uint32_t)CPU_COUNT(&set);
 #endif
-    const long count = sysconf(_SC_NPROCESSORS_ONLN); /* more cores than cpu_set_t can hold */
+    const long count = sysconf(_SC_NPROCESSORS_ONLN); /* more cores than a cpu_set_t can hold */
     return count > 0 ? (uint32_t)count : 1;
 }
 
-/* Return main's exit status for a rank's return value. An exit status has eight bits; 256 must not
+/* Return the exit status for a rank's return value. An exit status has eight bits; 256 must not
  * look like success. */
 static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
 
@@ -47,8 +47,8 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* Record how ranks have ended, from waitpid. A rank that returned has recorded it itself, and
- * better, unless it recorded 0 and its process then failed. When another thread of the host has
+/* Record how ranks have ended, from waitpid. A rank that returned has written a better record
+ * itself, unless it recorded 0 and its process failed afterwards. If another thread of the host has
  * taken the exit status, the rank is lost. */
 static void dtrain__reap(dtrain__launch *launch)
 {
@@ -71,7 +71,7 @@ static void dtrain__reap(dtrain__launch *launch)
         const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
         const bool killed = WIFSIGNALED(status);
         int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
-        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
+        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() in rank_main */
         if (killed) how = DTRAIN__SIGNALED;
         if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
         if (known == DTRAIN__RUNNING || (value && known == DTRAIN__LEFT))
@@ -79,9 +79,9 @@ static void dtrain__reap(dtrain__launch *launch)
     }
 }
 
-/* Forward a signal to the ranks. One that was typed at a terminal has reached the whole process
- * group already. A request that comes twice within a moment is one request (see
- * DTRAIN__ONE_REQUEST_NS); the second request to stop kills the ranks. */
+/* Forward a signal to the ranks, unless it came from a terminal, which signals the whole process
+ * group. The second request to stop kills the ranks; two requests within DTRAIN__ONE_REQUEST_NS
+ * count as one. */
 static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
 {
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
@@ -91,7 +91,7 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     if (!from_terminal) dtrain__signal_ranks(launch, number);
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
-    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it continues */
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank receives signals when it continues */
     if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT) {
         if (from_terminal && !launch->log.write) fputc('\n', stderr); /* after its ^C */
         dtrain__log_to(&launch->log, DTRAIN_LOG_INFO,
@@ -106,8 +106,8 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     dtrain__signal_ranks(launch, SIGKILL);
 }
 
-/* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap only matters when another
- * thread of the host has taken it. */
+/* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap is for the case that another
+ * thread of the host has taken the signal. */
 static void dtrain__watch(dtrain__launch *launch)
 {
     const int count = (int)launch->desc.rank_count;
@@ -124,10 +124,9 @@ static void dtrain__watch(dtrain__launch *launch)
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
 
-        /* Kill ranks that are stopped after others have ended: nobody waits for them any more, so
-         * no deadline names them. They have been stopped for timeout_ms, in which a gap of more
-         * than a second counts as one second: a job that is suspended as a whole, launcher
-         * included, continues. */
+        /* Kill ranks that have been stopped for timeout_ms while all other ranks have ended: no
+         * rank waits for a stopped rank any more, so no deadline ends it. A gap of more than a
+         * second counts as one second: a job that was suspended with its launcher continues. */
         const uint64_t now = dtrain__now_ns(), gap = now - before;
         before = now;
         for (int i = 0; i < count; i++) stopped += launch->pids[i] > 0 && launch->stops[i];
@@ -146,18 +145,18 @@ static void dtrain__watch(dtrain__launch *launch)
         if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {
-            launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
+            launch->kill_ns = 1; /* the grace period has ended */
             dtrain__signal_ranks(launch, SIGKILL);
         }
     }
 }
 
-/* Fork the ranks and watch them. A rank must not outlive the launcher, which may have died before
- * prctl: then the parent is another process. */
+/* Fork the ranks and watch them. A rank must not outlive the launcher. If the launcher died before
+ * the prctl, the rank's parent is another process. */
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
     int i = 0, error = 0;
-    fflush(NULL); /* or each rank would print the buffers again */
+    fflush(NULL); /* otherwise each rank would print the buffers again */
     for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) {
@@ -166,7 +165,8 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 #endif
             if (getppid() != launch->launcher) _exit(1);
             if (launch->desc.catch_signals)
-                dtrain__signals_install(launch->desc.flight_directory != NULL, launch->old_mask);
+                dtrain__signals_install(launch->desc.options.flight_directory != NULL,
+                                        launch->old_mask);
             else pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
             const int code = dtrain__rank_run(launch, i);
             fflush(NULL);
@@ -185,7 +185,7 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
                        launch->place.rank + i, launch->place.size, strerror(error));
 }
 
-/* Take a pending SIGCHLD from the queue; false: none is pending. */
+/* Take a pending SIGCHLD from the queue; false if there is none. */
 static bool dtrain__take_child_signal(void)
 {
     const struct timespec no_time = {0, 0};
@@ -206,8 +206,8 @@ static void *dtrain__thread_main(void *argument)
     return NULL;
 }
 
-/* Run the ranks as threads. They start together when all threads exist, because a thread cannot be
- * killed when a later one is refused. */
+/* Run the ranks as threads. The ranks start when all threads exist: a running thread could not be
+ * killed if a later thread cannot be created. */
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
     const int count = (int)launch->desc.rank_count;
@@ -226,14 +226,16 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Check what a launch and a join have in common. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrain_launch_desc *desc,
-                                                   int size)
+/* Check and resolve the settings that a launch and a join have in common. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, dtrain__launch *launch)
 {
-    const size_t path = desc->flight_directory ? strlen(desc->flight_directory) : 0;
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_world_options *options = &launch->desc.options;
+    const uint32_t size = (uint32_t)launch->place.size;
+    const size_t path = options->flight_directory ? strlen(options->flight_directory) : 0;
     const dtrain__bound bounds[] = {
-        {desc->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)desc->log_level, "0 to 4"},
-        /* (int): a program may have been given a negative number */
+        {options->log_level > DTRAIN_LOG_DEBUG, "log_level", (double)options->log_level, "0 to 4"},
+        /* (int): the program's number can be negative */
         {desc->threads_per_rank > 4096, "the number of threads",
          (double)(int)desc->threads_per_rank, "0 to 4096"},
         {path >= DTRAIN__FLIGHT_PATH, "the length of flight_directory", (double)path,
@@ -242,16 +244,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_launch(const char *call, const dtrai
     if (desc->device_ops == dtrain__plan_device_ops())
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the plan device runs no kernel: expected cpu or cuda", call);
-    if (desc->node_ranks && (uint32_t)size % desc->node_ranks)
+    if (options->node_ranks && size % options->node_ranks)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "%s: node_ranks is %u, expected a divisor of the %d ranks (1 makes every "
+            "%s: node_ranks is %u, expected a divisor of the %u ranks (1 makes every "
             "rank a node)",
-            call, desc->node_ranks, size);
+            call, options->node_ranks, size);
+    options->allocator = dtrain__resolve_allocator(&options->allocator);
+    launch->log.write = options->log;
+    launch->log.user = options->log_user;
+    launch->log.level = (dtrain_log_level)options->log_level;
     return DTRAIN_OK;
 }
 
-/* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
+/* Check the desc, find out who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
@@ -259,15 +265,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     dtrain__placement *place = &launch->place;
     DTRAIN__TRY(dtrain__abi_check("dtrain_launch", given ? given->abi : NULL, &launch->abi));
     DTRAIN__TRY(dtrain__take(&launch->abi, DTRAIN__ABI_launch_desc, given, desc));
-    launch->log.write = desc->log;
-    launch->log.user = desc->log_user;
-    launch->log.level = (dtrain_log_level)desc->log_level;
     launch->log.rank = -1;
     uint32_t most = desc->rank_count;
     if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
         most = desc->default_rank_count;
-    if (!desc->flight_directory || !desc->flight_directory[0])
-        desc->flight_directory = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
+    const char **dumps = &desc->options.flight_directory;
+    if (!*dumps || !**dumps) *dumps = dtrain__env_text(getenv, "DTRAIN_FLIGHT_DIRECTORY");
     const dtrain__bound bounds[] = {{most > DTRAIN_MAX_RANKS, "rank_count", (double)(int)most,
                                      "at most 256 (DTRAIN_MAX_RANKS)"},
                                     {desc->mode > DTRAIN_LAUNCH_THREADS, "mode", (double)desc->mode,
@@ -289,7 +292,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->named) place->job = desc->job;
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
-    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", desc, place->size));
+    DTRAIN__TRY(dtrain__check_launch("dtrain_launch", launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -298,12 +301,11 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
     launch->restarts.most = desc->restarts;
     launch->restarts.backoff_ms = desc->backoff_ms;
-    desc->allocator = dtrain__resolve_allocator(&desc->allocator);
     launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->is_rank ? getpid() : 0;
     return DTRAIN_OK;
 }
 
-/* Turn the exit records of all ranks into one result, one sentence and the info. */
+/* Make one result, one sentence and the info from the exit records of all ranks. */
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain__control *control = launch->region.control;
@@ -315,7 +317,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    const uint64_t now = dtrain__now_ns(); /* a clock of another time namespace may be elsewhere */
+    const uint64_t now = dtrain__now_ns(); /* the clock of another time namespace can differ */
     const bool known = end->ended_ns > launch->attempt_ns && end->ended_ns < now;
     const double when = 1e-9 * (double)((known ? end->ended_ns : now) - launch->attempt_ns);
     const dtrain__exit_record *own = &control->exits[launch->is_rank ? launch->place.rank : first];
@@ -327,7 +329,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
     if (end->how == DTRAIN__LOST) info->exit_code = 1;
     if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
-    if (launch->stop_count > 1) info->exit_code = 128 + launch->forwarded; /* not that of SIGKILL */
+    if (launch->stop_count > 1) info->exit_code = 128 + launch->forwarded; /* not 128 + SIGKILL */
     dtrain__describe_end(control, first, how, sizeof how);
     if (launch->forwarded)
         snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)",
@@ -348,7 +350,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->passed_on = 0;
     *info = dtrain__no_end;
     dtrain_result result =
-        dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
+        dtrain__map_region(launch->desc.options.reserve_bytes, arenas, NULL, -1, &launch->region);
     if (result != DTRAIN_OK) return result;
     dtrain__control *control = launch->region.control;
     info->rank_count = (uint32_t)launch->place.size;
@@ -359,15 +361,15 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->caught = dtrain__load(&control->caught);
     if (launch->desc.catch_signals && !launch->launcher) launch->caught = dtrain__signal_caught();
     if (result == DTRAIN_OK) result = dtrain__conclude(launch, info);
-    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence is the best */
         result = dtrain_fail(launch->joined, "%s", control->exits[launch->place.rank].error);
     munmap(control, launch->region.bytes);
     return result;
 }
 
-/* Make the number that all attempts of this run have, and no other run: from the name that
- * dtrain-run gives them, from the process that starts them (its id, and when it was started
- * itself), or, when that is this one, from the time and the place of the stack. */
+/* Make a number shared by all attempts of this run, and by no other run: from the name that
+ * dtrain-run gives them, or from the process that starts them (its id and start time). If this
+ * process starts them: from the time and the address of the stack. */
 static uint64_t dtrain__job_number(const dtrain__launch *launch)
 {
     const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID");
@@ -380,11 +382,11 @@ static uint64_t dtrain__job_number(const dtrain__launch *launch)
     return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
 }
 
-/* Make the result of dtrain_launch and its info.
+/* Launch the ranks, restart them if necessary, and make the result and the info.
  *
- * A process that forks ranks blocks the signals that it waits for by sigtimedwait, from before the
- * first fork until after the last restart. Where the host ignores SIGCHLD there would be no exit
- * statuses to wait for, so it gets the default action meanwhile. */
+ * A process that forks ranks blocks the signals of its sigtimedwait, from before the first fork
+ * until after the last restart. If the host ignores SIGCHLD, there would be no exit statuses, so
+ * SIGCHLD has the default action during the launch. */
 static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                           void *user, dtrain_launch_info *info)
 {
@@ -405,7 +407,8 @@ static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain
     const bool catches = launch.desc.catch_signals && !launch.launcher;
     pthread_sigmask(SIG_SETMASK, NULL, &launch.old_mask);
     if (result == DTRAIN_OK && catches)
-        result = dtrain__signals_begin(launch.desc.flight_directory != NULL, launch.old_mask);
+        result =
+            dtrain__signals_begin(launch.desc.options.flight_directory != NULL, launch.old_mask);
     if (result == DTRAIN_OK && launch.launcher) {
         sigemptyset(&launch.watched);
         sigaddset(&launch.watched, SIGCHLD);
@@ -426,7 +429,7 @@ static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain
         if (catches) dtrain__signals_end();
 
         /* Remove the last SIGCHLD of a rank from the queue: a handler of the host would wait for a
-         * child that is gone. One that was pending before, of another child, is raised again. */
+         * child that no longer exists. Raise a SIGCHLD of another child again that was pending. */
         while (launch.launcher && dtrain__take_child_signal()) continue;
         if (ignores_children) sigaction(SIGCHLD, &child_action, NULL);
         if (child_was_pending) kill(getpid(), SIGCHLD);
@@ -436,7 +439,7 @@ static dtrain_result dtrain__launch_ranks(const dtrain_launch_desc *desc, dtrain
     const int file = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
     if (file < 0) return result;
 
-    /* torchrun looks there for the root cause of a failure. */
+    /* torchrun reads the root cause of a failure from this file. */
     char room[2 * DTRAIN__WRITER_PIECE];
     dtrain__writer out = {file, 0, 0, sizeof room, 0, room};
     dtrain__writer_add(&out, "{\"message\": {");

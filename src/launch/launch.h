@@ -72,40 +72,25 @@ typedef struct dtrain_launch_desc {
     uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / local ranks, at least 1 */
     uint32_t timeout_ms;       /* deadline of every wait for other ranks; 0 = 600000 */
     uint32_t grace_ms;         /* after the first failure the others get this long; 0 = 5000 */
-    uint32_t log_level;        /* dtrain_log_level */
-    size_t reserve_bytes;      /* shared address space per rank, committed only when touched;
-                                    0 = the machine's memory */
-    dtrain_log_fn log;         /* NULL = stderr */
-    void *log_user;
-    dtrain_allocator allocator;             /* zeros = malloc and free */
     const dtrain_device_ops *device_ops;    /* NULL = CPU */
     const struct dtrain_comm_ops *comm_ops; /* of the world's communicator; NULL = local, and with a
                                                GPU local through host memory */
-    uint32_t math;                          /* dtrain_math, for the device */
     uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
-    bool tune;                              /* see dtrain_device_desc */
-    uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
-                              go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
-                              batches keep to. 0 = none. Not in it: the process itself and scratch
-                              of kernels */
-    uint32_t node_ranks;   /* consecutive ranks that count as a host: a program on one machine
-                            does what it would do on several. Divides the number of ranks; 0 = a
-                            host is a host */
-    uint32_t restarts;     /* largest number in a row without progress; see Restarts. 0 = never */
-    uint32_t backoff_ms;   /* before a restart; doubles with each in a row, to 64-fold; 0 = 1000 */
+    uint32_t restarts; /* how often in a row the run is started again after a failure, if it makes
+                            no progress; see Restarts. 0 = never */
+    uint32_t
+        backoff_ms;     /* before a restart; doubled for each in a row, at most 64-fold; 0 = 1000 */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
                             them: see Signals; SIGUSR2 asks for a dump */
-    const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
-                                     environment, and without that there are none */
-    dtrain_trace_desc trace;      /* all zero = none */
-    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
+    uint32_t join_ms;   /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
-    uint64_t job;     /* hash of what the program trains on and how, where the launcher has no name
+    uint64_t job; /* hash of what the program trains on and how, where the launcher has no name
                          for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
                          port, ranks with another hash are turned away for as long as the right one
                          may still come (ten seconds). 0 = nothing tells such jobs apart */
     const dtrain_abi *abi; /* &dtrain_header_abi, required where dtrain is a library compiled apart
                               (core/abi.h); NULL = program and library are compiled together */
+    dtrain_world_options options;
 } dtrain_launch_desc;
 
 /* How the run ended. */

@@ -3,7 +3,7 @@
  *     dtrain__rank_run
  *         world_create    join the other ranks (rendezvous), device, communicator
  *         rank_main       the program's
- *         world_leave     ranks of another launcher stay until their exit record has been sent
+ *         world_leave     ranks of another launcher wait until their exit record has been sent
  *         world_destroy   */
 
 #include "core/platform_internal.h"
@@ -21,14 +21,14 @@
 #include "launch/launch_internal.h"
 #include "device/device.h"
 
-/* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
- * below /proc of a memfd, which begins with a magic. The variable may be left over from a launcher
- * that is dead, and name another file: without the magic it is not touched. */
+/* Map DTRAIN_PROGRESS_FILE, from which dtrain-run reads the ranks' progress: the name below /proc
+ * of a memfd that begins with a magic. A dead launcher can have left the variable, which then names
+ * another file: without the magic, do not touch the file. */
 static uint64_t *dtrain__progress_open(void)
 {
     const char *path = dtrain__env_text(getenv, "DTRAIN_PROGRESS_FILE");
     const size_t magic = sizeof DTRAIN__PROGRESS_MAGIC;
-    char head[sizeof DTRAIN__PROGRESS_MAGIC + sizeof(uint64_t)]; /* pread takes nothing of a pipe */
+    char head[sizeof DTRAIN__PROGRESS_MAGIC + sizeof(uint64_t)]; /* pread fails on a pipe */
     const int file = path ? dtrain__open(path, O_RDWR | O_NONBLOCK) : -1;
     void *page = MAP_FAILED;
     if (file < 0) return NULL;
@@ -55,16 +55,45 @@ DTRAIN__PRIVATE void dtrain__world_destroy(dtrain_world *world)
     dtrain__free(&allocator, world, 1, sizeof *world);
 }
 
-/* Make a rank's world. On failure *out may be half a world, for dtrain__world_destroy. */
+/* Create the rank's device, and warn of kernels that were compiled for an older GPU. */
+static dtrain_result dtrain__make_device(const dtrain__launch *launch, dtrain_world *world)
+{
+    const dtrain_world_options *options = &launch->desc.options;
+    dtrain_device_desc device;
+    dtrain_device_info gpu;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
+    device.stream = launch->join.stream;
+    device.oversubscribed = world->oversubscribed;
+    device.math = options->math;
+    device.tune = options->tune;
+    device.memory_limit = options->memory_limit;
+    device.allocator = options->allocator;
+    DTRAIN__TRY(dtrain_device_create(launch->desc.device_ops, &device, &world->device));
+    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
+        gpu.code_version && gpu.code_version / 10 < gpu.major)
+        dtrain_log(
+            world, DTRAIN_LOG_WARNING,
+            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
+            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+            gpu.code_version, gpu.name, gpu.major, gpu.minor,
+            gpu.code_version < 80
+                ? ", and attention does without tensor cores, several times slower"
+                : "",
+            gpu.major, gpu.minor);
+    return DTRAIN_OK;
+}
+
+/* Make a rank's world. On failure *out can be an incomplete world, for dtrain__world_destroy. */
 DTRAIN__OWN_FRAME
 DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                                    dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
-    dtrain_device_desc device;
-    dtrain_device_info gpu;
+    const dtrain_world_options *options = &desc->options;
     dtrain_world *world =
-        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+        (dtrain_world *)dtrain__alloc(&options->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->guest = launch->guest;
@@ -75,12 +104,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
-    world->node_ranks = (int)desc->node_ranks;
+    world->node_ranks = (int)options->node_ranks;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->long_wait_ns = (uint64_t)dtrain__min((int64_t)world->timeout_ns / 4, 1000000000);
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
-    world->allocator = desc->allocator;
+    world->allocator = options->allocator;
     world->log = launch->log;
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
@@ -94,55 +124,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_create(const dtrain__launch *launch,
                            strerror(errno));
     world->mine = (uint32_t *)mine;
     *world->mine = 1;
-#ifdef MADV_WIPEONFORK /* an old kernel: the check is then idle */
+#ifdef MADV_WIPEONFORK /* without it, dtrain__world_check finds nothing */
     madvise(mine, dtrain__page_bytes(), MADV_WIPEONFORK);
 #endif
-    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
+    DTRAIN__TRY(
+        dtrain__timeline_create(world, options->flight_directory, &options->trace, dtrain__dump));
     if (!world->guest) world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__meet(world, &launch->place));
     if (world->guest) DTRAIN__TRY(dtrain__guest_meet(world));
     if (world->page.control)
-        DTRAIN__TRY(dtrain__find_page(world, &launch->place, desc->reserve_bytes));
+        DTRAIN__TRY(dtrain__find_page(world, &launch->place, options->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
     world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
-    memset(&device, 0, sizeof device);
-    device.thread_count = world->threads;
-    device.device_index = launch->guest ? DTRAIN_DEVICE_CURRENT : (uint32_t)world->local_rank;
-    device.stream = launch->join.stream;
-    device.oversubscribed = world->oversubscribed;
-    device.math = desc->math;
-    device.tune = desc->tune;
-    device.memory_limit = desc->memory_limit;
-    device.allocator = desc->allocator;
-    if (desc->trace.path && desc->trace.path[0])
+    if (options->trace.path && options->trace.path[0])
 #if DTRAIN__MONITOR
-        DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
+        DTRAIN__TRY(dtrain__trace_create(world, &options->trace));
 #else
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: a trace belongs to monitor, which is not compiled: "
                            "leave out trace, or DTRAIN_OMIT_MONITOR (DTRAIN_CORE)");
 #endif
-    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    if (world->local_rank == 0 && dtrain_device_query(world->device, &gpu) == DTRAIN_OK &&
-        gpu.code_version && gpu.code_version / 10 < gpu.major)
-        dtrain_log(
-            world, DTRAIN_LOG_WARNING,
-            "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles "
-            "it again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
-            gpu.code_version, gpu.name, gpu.major, gpu.minor,
-            gpu.code_version < 80
-                ? ", and attention does without tensor cores, several times slower"
-                : "",
-            gpu.major, gpu.minor);
+    DTRAIN__TRY(dtrain__make_device(launch, world));
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) world->base_bytes = dtrain__process_bytes();
     return DTRAIN_OK;
 }
 
-/* Send how this rank has ended, and stay until everybody has been sent it. Rank 0 stays until all
- * ranks that came have ended, because their frames pass through it. After a failure the grace
- * period limits both. */
+/* Send this rank's exit record, and wait until it has been sent. Rank 0 waits until all connected
+ * ranks have ended, because it forwards their frames. After a failure the grace period limits the
+ * wait; ranks other than 0 always have this limit. */
 static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 {
     const dtrain__exit_record *own = &world->control->exits[world->rank];
@@ -163,10 +174,10 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     }
 }
 
-/* Run a rank from its start to its end, in a separate process or thread. How it ended is
- * recorded in the control page of its world. A joined rank also records it in the page of this
- * launch, from which dtrain_launch makes its result: rank 0 with the records of all ranks, a failed
- * rank with that of the cause. */
+/* Run a rank from its start to its end, in a separate process or thread, and record its end in the
+ * control page of its world. A rank of another launcher also records its end in the page of this
+ * launch, from which dtrain_launch makes its result; rank 0 and a failed rank copy the records of
+ * all ranks. */
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 {
     const int rank = launch->place.rank + index;

@@ -1,9 +1,9 @@
 /* Restarts
  *
- * A run that fails is started again, all ranks together, in a new shared region: nothing of the
- * failed attempt is in it. The ranks load what they saved last. Only a launcher that has started
- * every rank of a world can do this; ranks of another launcher end with an exit status that makes
- * that launcher do it.
+ * After a failure all ranks are started again, in a new shared region, which has nothing of the
+ * failed attempt. The ranks load their last checkpoint. Only a launcher that has started every rank
+ * of a world can restart it; ranks of another launcher end with an exit status that makes that
+ * launcher restart them.
  *
  *     start all ranks <------------------------------------------------+
  *         | all returned 0, or the run was asked to stop --> the end   |
@@ -12,11 +12,11 @@
  *         | `restarts` of them in a row --> the end: a crash loop      |
  *         +-- one warning; wait backoff_ms, doubled for each in a row -+
  *
- * A call that was refused before any step (DTRAIN_ERROR_ARGUMENT, _USAGE, _UNSUPPORTED, _DATA)
- * would be refused again: such a run is not restarted. A refusal that the rank got over, because a
- * later collective of it succeeded, is not the cause of its end.
+ * A run whose call was refused before any step (DTRAIN_ERROR_ARGUMENT, _USAGE, _UNSUPPORTED,
+ * _DATA) is not restarted: the call would be refused again. A refusal before a successful
+ * collective of the same rank does not count: it is not the cause of the failure.
  *
- * Progress is a step that dtrain_world_progress has announced, further than any before it. */
+ * Progress is a step of dtrain_world_progress that is further than all steps before. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -30,8 +30,9 @@
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
-/* Decide after a failed attempt, which announced `announced` (see best), whether there is another
- * one: wait *wait_ns and start it; or false, it is a crash loop. Write what to say of it. */
+/* Decide after a failed attempt whether there is another attempt, *wait_ns later; false means a
+ * crash loop. `announced`: 1 + the furthest step of the attempt, or 0. Write the sentence to
+ * `what`. */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
                                            uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT])
 {
@@ -56,16 +57,16 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Decide whether a run that has ended is started again, and wait until then. An attempt that could
- * not start all ranks the first time is not repeated: its desc or its machine is wrong. */
+/* Decide whether a run that has ended is started again, and wait until then. A first attempt that
+ * could not start all ranks is not repeated: the desc or the machine is at fault. */
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info)
 {
     char last[DTRAIN__ERROR_BYTES], what[DTRAIN__RESTART_TEXT];
     uint64_t wait_ns;
     if (*result == DTRAIN_OK || launch->joins || !launch->restarts.most) return false;
-    /* Was the run asked to stop, through the launcher, at a terminal, or at one rank? Without
-     * catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
+    /* Was the run asked to stop: through the launcher, at a terminal, or at one rank? Without
+     * catch_signals, a rank that ends by a forwarded SIGUSR1 ends as asked. */
     if (launch->forwarded || launch->caught ||
         (launch->passed_on && info->signal == launch->passed_on))
         return false;
@@ -84,8 +85,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     }
     dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s: %s", what, last);
 
-    /* Wait, for a signal too that asks the run to stop meanwhile. Signals that are forwarded are
-     * blocked and come from sigtimedwait; with threads they are the host's, unless they are
+    /* Wait for the time or for a signal that asks the run to stop. Signals to forward are blocked
+     * and come from sigtimedwait. If ranks are threads, signals belong to the host, unless they are
      * caught. */
     const bool catches = launch->desc.catch_signals;
     sigset_t stops;

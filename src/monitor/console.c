@@ -6,8 +6,8 @@
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...      eta  done
  *                     120    3.4121         -     0.914  9.80e-04    41.2k ...     3:12    6%
  *
- * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets
- * the table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
+ * The live line moves the cursor; a terminal that cannot (TERM=dumb, or no TERM) gets the table.
+ * The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
  * (no-color.org). */
 
 #include "core/platform_internal.h"
@@ -22,7 +22,7 @@
 
 #include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
 
-#define DTRAIN__CONSOLE_WORD 32 /* bytes of a word of a line, its 0 included */
+#define DTRAIN__CONSOLE_WORD 32 /* bytes of a word of a line, with its 0 */
 
 /* Write "950", "41.2k", "1.30M". */
 static const char *dtrain__console_rate(double value, char *word)
@@ -34,7 +34,7 @@ static const char *dtrain__console_rate(double value, char *word)
     return word;
 }
 
-/* Write the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
+/* Write the time left at the pace so far: "0:12", "1:02:03", "-" if unknown. */
 static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char *word)
 {
     const int64_t steps = metrics->desc.total_steps - metrics->last.step;
@@ -48,7 +48,7 @@ static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char
     return word;
 }
 
-/* Write the steps done in whole percent, rounded down so that 100% is the end; "-" when unknown. */
+/* Write the steps done in percent, rounded down: 100% is the end; "-" if unknown. */
 static const char *dtrain__console_done(const dtrain_metrics *metrics, char *word)
 {
     const double done = (double)metrics->last.step, total = (double)metrics->desc.total_steps;
@@ -57,9 +57,9 @@ static const char *dtrain__console_done(const dtrain_metrics *metrics, char *wor
     return word;
 }
 
-/* Add the live line, over the one before. '\r' goes back over one row only, so figures that the
- * width of the terminal has no room for are left out: two spaces stand before each, the most
- * important first. The bar needs a terminal of 60 columns. */
+/* Add the live line, over the last one. '\r' goes back over one row only: figures that do not fit
+ * the width of the terminal are left out. Two spaces stand before each figure, the most important
+ * come first. The bar needs 60 columns. */
 static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
 {
     const dtrain_step_record *r = &metrics->last;
@@ -69,7 +69,7 @@ static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
     const bool known = ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0;
     const size_t room = known && size.ws_col > 1 ? size.ws_col - 1u : 79;
     dtrain__text_add(line, "\r");
-    size_t begin = line->bytes; /* of what has a width */
+    size_t begin = line->bytes; /* begin of the visible text */
     dtrain__text_add(line, "step %lld", (long long)done);
     if (total > 0) {
         const int64_t width = (int64_t)sizeof bar - 3;
@@ -87,24 +87,27 @@ static void dtrain__console_draw(dtrain_metrics *metrics, dtrain__text *line)
         dtrain__text_add(line, "%s", dtrain__console_done(metrics, word));
         dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, word));
     }
+    const double step_ms = dtrain_record_value(r, "step_ms");
+    const double data_ms = dtrain_record_value(r, "data_ms");
+    dtrain__console_rate(dtrain_record_value(r, "tokens_per_second"), rate);
     dtrain__text_add(line, "  loss %.4f  |g| %.3f  lr %.1e  %s tok/s  %.1f ms", r->loss,
-                     r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
-                     r->step_ms);
+                     r->grad_norm, r->lr, rate, step_ms);
     if (dtrain_comm_size(metrics->comm) > 1)
-        dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
+        dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", dtrain_record_value(r, "comm_ms"),
+                         dtrain_record_value(r, "exposed_comm_ms"));
+    if (data_ms > 0.01 * step_ms) dtrain__text_add(line, "  data %.1f ms", data_ms);
     if (!line->failed && line->bytes - begin > room) {
         size_t end = begin + room;
         while (end > begin && memcmp(line->at + end, "  ", 2) != 0) end--;
-        line->bytes = end > begin ? end : begin + room; /* not even the first: a part of it */
+        line->bytes = end > begin ? end : begin + room; /* cut the first figure if it must be */
     }
     dtrain__text_add(line, "\033[K");
 }
 
 /* Show a step. On a terminal an evaluation is a line that stays, with the live line below it; the
- * end draws the last step, which may have come too soon after another one. A table has rows of the
- * first step, every progress_every-th, evaluated ones and the last; each of its columns is one
- * word, so that awk and sort can read it as well. */
+ * end draws the last step, which can have come too soon after another step. A table has rows for
+ * the first step, every progress_every-th, evaluated steps and the last. Each column is one word,
+ * so that awk and sort can read the table. */
 DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
@@ -113,7 +116,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
     const dtrain_step_record *r = &metrics->last;
     const bool evaluated = dtrain__finite(r->val_loss),
                end = sample->moment == DTRAIN_METRICS_FINISH;
-    if (sample->moment == DTRAIN_METRICS_OPEN) { /* ask whether lines can be redrawn, and colored */
+    if (sample->moment == DTRAIN_METRICS_OPEN) { /* can lines be redrawn, and colored? */
         const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
         file->stream = metrics->desc.progress;
         file->path = "the progress";
@@ -144,11 +147,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_sink(void *user, const dtrain_metr
             dtrain__text_add(text, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n", "step",
                              "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms",
                              "exposed", "data_ms", "eta", "done");
-        dtrain__text_add(text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
-                         (long long)r->step, r->loss, val, r->grad_norm, r->lr,
-                         dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
-                         r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
-                         dtrain__console_done(metrics, share));
+        dtrain__text_add(
+            text, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
+            (long long)r->step, r->loss, val, r->grad_norm, r->lr,
+            dtrain__console_rate(dtrain_record_value(r, "tokens_per_second"), rate),
+            dtrain_record_value(r, "step_ms"), dtrain_record_value(r, "comm_ms"),
+            dtrain_record_value(r, "exposed_comm_ms"), dtrain_record_value(r, "data_ms"),
+            dtrain__console_time_left(metrics, left), dtrain__console_done(metrics, share));
     }
     return dtrain__records_append(file, text);
 }

@@ -1,9 +1,9 @@
 /* Files that cannot stop a training
  *
  * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
- * write here, not the end of the process. A record that was written in part is cut off again, so
- * that a disk that is full for a while costs whole records, and readers never see half of one. A
- * pipe cannot be cut: there the next record begins with a line end. */
+ * write, not the end of the process. A record that was written in part is cut off again: a disk
+ * that is full for a while costs whole records, and readers never see half a record. A pipe cannot
+ * be cut: its next record begins with a line end. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -19,8 +19,8 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
     return &metrics->text;
 }
 
-/* Write all bytes, or *written of them. A signal that a failed write causes is blocked and
- * accepted, unless one was pending before. */
+/* Write all bytes, or *written of them. Block and accept the signal of a failed write, unless it
+ * was pending before. */
 static bool dtrain__records_write(const dtrain__records *file, const void *data, size_t bytes,
                                   size_t *written)
 {
@@ -54,14 +54,14 @@ static bool dtrain__records_write(const dtrain__records *file, const void *data,
     return *written == bytes;
 }
 
-/* Leave the error of a file: what could not be done, and why by errno. */
+/* Leave the error of a file: what failed, and the reason from errno. */
 static dtrain_result dtrain__file_fail(const char *path, const char *done)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
 }
 
-/* Open a file to append records to. It does not block: training must not wait for the reader of a
- * pipe. Cut off what follows the last line end of a file that is there: the run before may have
+/* Open a file for appending records. The open does not block: training must not wait for the reader
+ * of a pipe. Cut off what follows the last line end of an existing file: an earlier run can have
  * been killed while it wrote a line. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append)
@@ -96,7 +96,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
     return DTRAIN_OK;
 }
 
-/* Append a record. After a failure nothing of it is left, or the file is torn. */
+/* Append a record. After a failure nothing of the record is left, or the file is torn. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
                                                      const dtrain__text *record)
 {
@@ -116,7 +116,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
     return failed;
 }
 
-/* Close the file; network file systems report a failed write here. */
+/* Close the file; network file systems report failed writes at close. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
 {
     if (file->fd < 0) return DTRAIN_OK;

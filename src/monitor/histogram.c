@@ -1,20 +1,20 @@
 /* Histograms of weights and gradients
  *
- * Each element of a tensor is counted by one rank: ranks that hold the same shard, or all of the
- * tensor, divide it among themselves. The sum over ranks is the histogram of the whole tensor,
- * under every strategy, although no rank may hold the whole.
+ * One rank counts each element of a tensor: ranks that hold the same shard, or the whole tensor,
+ * divide its elements. The sum over ranks is the histogram of the whole tensor with every strategy,
+ * even if no rank holds the whole tensor.
  *
- * Buckets are those of the floating-point format: four to a power of two, the same for all tensors
- * and ranks, so that counts can be added and a value's bucket is a shift of its bits:
+ * Buckets follow the floating-point format, four per power of two, the same for all tensors and
+ * ranks: counts can be added, and a value's bucket is a shift of its bits:
  *
  *     ... [-1.25, -1) ... (-2^-64, 2^-64) ... [1, 1.25) [1.25, 1.5) [1.5, 1.75) [1.75, 2) ...
  *
- * A value that is a limit belongs to the bucket farther from 0. Values from 2^64 on share the last
- * bucket of their sign.
+ * A value that equals a limit belongs to the bucket farther from 0. Values from 2^64 on share the
+ * last bucket of their sign.
  *
- * The cost of a step with histograms is one pass over values and gradients (1 ns an element and
- * rank, divided by the ranks that share the work), a copy to the host on a GPU, and a reduce of
- * 132 KB for every 8 parameters. */
+ * A step with histograms costs one pass over values and gradients (1 ns per element, divided by the
+ * ranks that share the work), on a GPU a copy to the host, and a reduce of 132 KB for every 8
+ * parameters. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -31,25 +31,25 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-#define DTRAIN__SIDE 512 /* buckets of a sign: 4 for each of 128 powers of 2 */
-#define DTRAIN__BUCKETS (2 * DTRAIN__SIDE + 1) /* the one around 0 is in the middle */
+#define DTRAIN__SIDE 512                       /* buckets per sign: 4 for each of 128 powers of 2 */
+#define DTRAIN__BUCKETS (2 * DTRAIN__SIDE + 1) /* the middle bucket is around 0 */
 #define DTRAIN__LOWEST ((127 - 64) * 4)        /* bits >> 21 of 2^-64 */
 #define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
-#define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
+#define DTRAIN__CHUNK 16384                    /* values per copy to the host */
 
-/* The part of a histogram that ranks add up. A double counts exactly up to 2^53. */
+/* The part of a histogram that ranks add up. Doubles count exactly up to 2^53. */
 typedef struct dtrain__tally {
     double buckets[DTRAIN__BUCKETS], sum, sum_squares, nonfinite;
 } dtrain__tally;
 
 typedef struct dtrain__histograms {
     dtrain__tally tallies[DTRAIN__TOGETHER];
-    double most[DTRAIN__TOGETHER][2]; /* the largest of -value and of value */
-    double limits[DTRAIN__BUCKETS];   /* of the histogram that is written */
+    double most[DTRAIN__TOGETHER][2]; /* largest -value and largest value */
+    double limits[DTRAIN__BUCKETS];   /* limits of the histogram being written */
     float chunk[DTRAIN__CHUNK];
 } dtrain__histograms;
 
-/* Count values, times a scale, of the device's memory or the host's. */
+/* Count values times a scale, in device or host memory. */
 static dtrain_result dtrain__histogram_fill(dtrain_metrics *metrics, int slot, const float *values,
                                             int64_t count, float scale)
 {
@@ -87,7 +87,7 @@ static dtrain_result dtrain__histogram_fill(dtrain_metrics *metrics, int slot, c
 }
 
 /* Add up the histograms of all ranks in slots [0, used), and hand them to the sinks. Slots 2 i and
- * 2 i + 1 are the weights and gradients of parameters[i]. */
+ * 2 i + 1 have the weights and gradients of parameters[i]. */
 static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const size_t *parameters,
                                                int used)
 {
@@ -108,11 +108,11 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
         int first = 0, last = DTRAIN__BUCKETS - 1;
         while (first < last && t->buckets[first] == 0) first++;
         while (first < last && t->buckets[last] == 0) last--;
-        for (int i = first; i <= last; i++) { /* a run of empty buckets becomes one */
+        for (int i = first; i <= last; i++) { /* empty buckets in a row become one */
             const double in = t->buckets[i];
             if (i < last && in == 0 && t->buckets[i + 1] == 0) continue;
             const int side = i < DTRAIN__SIDE ? DTRAIN__SIDE - 1 - i : i - DTRAIN__SIDE;
-            const double limit = ldexp(1 + 0.25 * (side % 4), side / 4 - 64); /* the upper one */
+            const double limit = ldexp(1 + 0.25 * (side % 4), side / 4 - 64); /* the upper limit */
             h->limits[whole.bucket_count] = i == DTRAIN__BUCKETS - 1 ? DBL_MAX
                                             : i < DTRAIN__SIDE       ? -limit
                                                                      : limit;
@@ -121,7 +121,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
         }
         const int head = snprintf(tag, sizeof tag, slot % 2 ? "weights.grad/" : "weights/");
         dtrain__name_cut(tag + head, 512, params[parameters[slot / 2]].name);
-        whole.step = metrics->sample.step;
+        whole.step = metrics->last.step;
         whole.wall_time = metrics->sample.wall_time;
         whole.tag = tag;
         if (whole.count) whole.min = -h->most[slot][0], whole.max = h->most[slot][1];
@@ -137,10 +137,10 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     return DTRAIN_OK;
 }
 
-/* Make the histograms of this step. Gradients are those of the step that has ended, before clipping
- * and without the loss scale. Ranks that hold the same part of a parameter divide it evenly among
- * themselves; the first rank of a tensor axis counts what is whole on all of them, and the first of
- * several stages what they share. */
+/* Make the histograms of this step. Gradients are the last step's, before clipping and without the
+ * loss scale. Ranks that hold the same part of a parameter divide it evenly. The first rank of a
+ * tensor axis counts parameters that are whole on all its ranks, and the first of several stages
+ * the parameters that they share. */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 {
     const dtrain__trainer_view *trainer = dtrain__trainer_seen(metrics->desc.trainer);

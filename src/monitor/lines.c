@@ -1,4 +1,4 @@
-/* A JSON line a step: monitor/metrics.h has its keys. */
+/* One JSON line per step; monitor/metrics.h lists the keys. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -14,7 +14,7 @@
 
 /* Add `, "key": value`: an integer whole, another number rounded to fp32, with the fewest digits
  * that give it back (0.1, and not 0.100000001; nine are always enough). The decimal point of the
- * host's locale, of several bytes even, becomes a point. */
+ * host's locale, which can have several bytes, becomes a point. */
 static void dtrain__json_add(dtrain__text *text, const char *key, double value, bool integer)
 {
     char number[64];
@@ -67,8 +67,8 @@ static void dtrain__json_add_summary(dtrain__text *text, const dtrain_metrics *m
         dtrain__json_add(text, "pipeline_bytes", (double)s->pipeline_bytes, true);
 }
 
-/* Write a line that says what runs, how it is divided and where, a line of a step, or the line of
- * the summary, which has the metrics that are fixed. */
+/* Write the first line, which describes the run, the line of a step, or the last line, which has
+ * the summary and the fixed figures. */
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
@@ -76,10 +76,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
     dtrain__records *file = &metrics->jsonl;
     dtrain__text *text = dtrain__record_begin(metrics);
     const bool open = sample->moment == DTRAIN_METRICS_OPEN, end = sample->summary != NULL;
-    /* milliseconds, whatever the decimal point of the host's locale is */
+    /* milliseconds as integers: a locale can change the decimal point */
     const long long ms = (long long)(1e3 * (end ? dtrain__wall_time() : sample->wall_time));
     if (open || end) dtrain__text_add(text, open ? "{\"start\": true" : "{\"final\": true");
-    else dtrain__text_add(text, "{\"step\": %lld", (long long)sample->step);
+    else dtrain__text_add(text, "{\"step\": %lld", (long long)sample->record->step);
     dtrain__text_add(text, ", \"wall_time\": %lld.%03lld", ms / 1000, ms % 1000);
     if (open) {
         const dtrain__trainer_view *trainer = dtrain__trainer_seen(desc->trainer);
@@ -108,11 +108,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_sink(void *user, const dtrain_metric
         DTRAIN__TRY(dtrain__records_open(file, desc->jsonl_path, desc->append));
     }
     if (end) dtrain__json_add_summary(text, metrics, sample->summary);
-    for (size_t i = 0; !open && i < sample->count; i++) {
-        const dtrain_metric *metric = &sample->metrics[i];
-        if (!(metric->flags & DTRAIN_METRIC_FIXED) != end)
-            dtrain__json_add(text, metric->name, metric->value,
-                             metric->flags & DTRAIN_METRIC_INTEGER);
+    const size_t step_count = sample->count - sample->fixed_count;
+    for (size_t i = end ? step_count : 0; !open && i < (end ? sample->count : step_count); i++) {
+        const dtrain_figure *figure = &sample->figures[i];
+        const char *slash = strchr(figure->name, '/'), *unit = figure->unit;
+        const bool whole = strcmp(unit, "bytes") == 0 || strcmp(unit, "tokens") == 0 ||
+                           strcmp(unit, "steps") == 0 || strcmp(unit, "rank") == 0;
+        dtrain__json_add(text, slash ? slash + 1 : figure->name, figure->value, whole);
     }
     dtrain__text_add(text, "}\n");
     const dtrain_result result = dtrain__records_append(file, text);

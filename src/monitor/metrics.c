@@ -1,9 +1,9 @@
 /* The stream of metrics
  *
- * A record becomes a list of metrics (table.c), which every sink gets in turn, and is added to the
- * summary. Only creation can fail: nothing later stops a training. What a sink loses is counted,
- * the first loss is a warning, and dtrain_metrics_finish says how much was lost. The library's
- * writers are sinks like the host's. */
+ * A record becomes a list of figures, which every sink gets in turn, and is added to the summary.
+ * Only creation can fail: nothing later stops a training. What a sink loses is counted, the first
+ * loss is a warning, and dtrain_metrics_finish says how much was lost. The library's writers are
+ * sinks like the host's. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -21,7 +21,7 @@
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* Call a sink. The last error after the call is the sink's own. */
+/* Call a sink. The last error after the call comes from the sink. */
 static dtrain_result dtrain__sink_call(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
                                        dtrain_metrics_moment moment)
 {
@@ -49,9 +49,80 @@ DTRAIN__PRIVATE void dtrain__sinks_take(dtrain_metrics *metrics, dtrain_metrics_
     }
 }
 
+/* ---- The figures ------------------------------------------------------------------------------*/
+
+/* The bytes of memory that a rank holds, and those that a plan predicts. */
+static const struct {
+    const char *name;
+    bool planned;
+    size_t at, and_at; /* offsets in dtrain_memory; and_at: of what is added to it, or 0 */
+} dtrain__memory_rows[] = {
+    {"memory/memory_param_bytes", false, offsetof(dtrain_memory, params), 0},
+    {"memory/memory_grad_bytes", false, offsetof(dtrain_memory, grads), 0},
+    {"memory/memory_optimizer_bytes", false, offsetof(dtrain_memory, optimizer), 0},
+    {"memory/memory_buffer_bytes", false, offsetof(dtrain_memory, buffers), 0},
+    {"memory/memory_host_bytes", false, offsetof(dtrain_memory, host), 0},
+    {"memory/predicted_param_bytes", true, offsetof(dtrain_memory, params), 0},
+    {"memory/predicted_grad_bytes", true, offsetof(dtrain_memory, grads), 0},
+    {"memory/predicted_optimizer_bytes", true, offsetof(dtrain_memory, optimizer), 0},
+    {"memory/predicted_buffer_bytes", true, offsetof(dtrain_memory, buffers), 0},
+    {"memory/predicted_host_bytes", true, offsetof(dtrain_memory, host), 0},
+    {"memory/predicted_activation_bytes", true, offsetof(dtrain_memory, activations),
+     offsetof(dtrain_memory, activation_grads)},
+    {"memory/predicted_bytes", true, offsetof(dtrain_memory, total), 0}};
+
+/* List a figure of the stream, if there is a value. */
+static void dtrain__figure_put(dtrain_metrics *metrics, const char *name, const char *unit,
+                               double value, bool known)
+{
+    const dtrain_figure figure = {name, unit, value, NULL};
+    if (known) metrics->figures[metrics->sample.count++] = figure;
+}
+
+static uint64_t dtrain__memory_at(const dtrain_memory *memory, size_t at)
+{
+    return *(const uint64_t *)(const void *)((const char *)memory + at);
+}
+
+/* List the figures of the last step; before the first one only those that are fixed. */
+static void dtrain__metrics_list(dtrain_metrics *metrics)
+{
+    dtrain_metrics_sample *sample = &metrics->sample;
+    const dtrain_step_record *r = &metrics->last;
+    const bool begun = metrics->summary.steps > 0, scaled = r->loss_scale > 0;
+    const double share =
+        dtrain_record_value(r, "flops_per_second") / (r->ranks * metrics->desc.peak_flops);
+    sample->wall_time = dtrain__wall_time();
+    sample->count = 0;
+    dtrain__figure_put(metrics, "loss/loss", "", r->loss, begun);
+    dtrain__figure_put(metrics, "loss/val_loss", "", r->val_loss,
+                       begun && dtrain__finite(r->val_loss));
+    dtrain__figure_put(metrics, "loss/val_accuracy", "", r->val_accuracy,
+                       begun && dtrain__finite(r->val_accuracy));
+    dtrain__figure_put(metrics, "optimizer/grad_norm", "", r->grad_norm, begun);
+    dtrain__figure_put(metrics, "optimizer/lr", "", r->lr, begun);
+    dtrain__figure_put(metrics, "throughput/tokens", "tokens", (double)r->tokens, begun);
+    dtrain__figure_put(metrics, "optimizer/loss_scale", "", r->loss_scale, begun && scaled);
+    dtrain__figure_put(metrics, "optimizer/skipped_steps", "steps", (double)r->skipped_steps,
+                       begun && (scaled || r->skipped_steps));
+    dtrain__figure_put(metrics, "throughput/peak_share", "", share, dtrain__finite(share));
+    memcpy(metrics->figures + sample->count, r->figures, r->figure_count * sizeof *r->figures);
+    const size_t step_count = sample->count += r->figure_count;
+    for (size_t i = 0; i < sizeof dtrain__memory_rows / sizeof *dtrain__memory_rows; i++) {
+        const bool planned = dtrain__memory_rows[i].planned;
+        const dtrain_memory *memory = planned ? &metrics->planned : &metrics->held;
+        const size_t and_at = dtrain__memory_rows[i].and_at;
+        const uint64_t bytes = dtrain__memory_at(memory, dtrain__memory_rows[i].at) +
+                               (and_at ? dtrain__memory_at(memory, and_at) : 0);
+        dtrain__figure_put(metrics, dtrain__memory_rows[i].name, "bytes", (double)bytes,
+                           planned ? !metrics->no_plan[0] : metrics->desc.trainer != NULL);
+    }
+    sample->fixed_count = sample->count - step_count;
+}
+
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Copy the texts of desc into memory; NULL: count their bytes. An empty text is none. */
+/* Copy the texts of desc into memory; NULL: count their bytes. Empty texts become NULL. */
 static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
 {
     const char **const texts[] = {&desc->jsonl_path, &desc->tensorboard_dir, &desc->run_name,
@@ -68,8 +139,8 @@ static size_t dtrain__strings_keep(dtrain_metrics_desc *desc, char *memory)
     return all;
 }
 
-/* Do everything of creation that can fail. The sinks of this rank are, on rank 0, the library's
- * writers that the desc asks for, then the host's. The first that cannot be opened is the error. */
+/* Do the parts of creation that can fail. Rank 0 has the library's writers that desc asks for, then
+ * the program's sinks. The first sink that cannot be opened is the error. */
 static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
@@ -93,11 +164,10 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
         metrics->sinks[metrics->sink_count++] = *sink;
     }
     if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
-    const dtrain_trainer *trainer = desc->trainer; /* a loss may be one that cannot be planned */
+    const dtrain_trainer *trainer = desc->trainer; /* some losses cannot be planned */
     const dtrain_result plan =
         trainer ? dtrain__trainer_seen(trainer)->memory(trainer, &metrics->held, &metrics->planned)
                 : dtrain_fail(DTRAIN_ERROR_USAGE, "desc has no trainer");
-    metrics->planned_passes = metrics->planned.activations + metrics->planned.activation_grads;
     if (plan != DTRAIN_OK)
         snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s", dtrain_last_error());
     dtrain__metrics_list(metrics);
@@ -110,7 +180,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
                               sink->name, dtrain_result_text(result));
         return result;
     }
-    return dtrain__set_last_error(DTRAIN_OK, ""); /* no plan is no error */
+    return dtrain__set_last_error(DTRAIN_OK, ""); /* a missing plan is no error */
 }
 
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
@@ -129,7 +199,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: desc has %zu sinks, at most %d are possible",
                            desc->sink_count, DTRAIN_METRICS_SINKS);
-    /* one piece of memory: metrics, texts, the path of TensorBoard's file */
+    /* One allocation: metrics, texts, the path of TensorBoard's file. */
     dtrain_metrics_desc resolved = *desc;
     const size_t texts = dtrain__strings_keep(&resolved, NULL);
     const size_t bytes = sizeof(dtrain_metrics) + 2 * texts + DTRAIN__EVENT_FILE;
@@ -151,7 +221,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     dtrain_summary *s = &metrics->summary;
     s->first_loss = s->last_loss = s->val_loss = s->val_accuracy = DTRAIN__NAN;
     s->tokens_per_second = s->step_ms = s->comm_ms = s->exposed_comm_ms = s->data_ms = DTRAIN__NAN;
-    metrics->sample.metrics = metrics->metrics;
+    metrics->sample.figures = metrics->figures;
     metrics->sample.record = &metrics->last;
     metrics->sample.desc = &metrics->desc;
     const dtrain_result result = dtrain__metrics_open(metrics);
@@ -164,8 +234,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
 
 /* ---- The run ----------------------------------------------------------------------------------*/
 
-/* Take the value of step n into a mean; one that is not finite leaves it as it is. Times are means
- * because waits are rare and long: a median would hide them. */
+/* Add the value of step n to a mean, unless it is not finite. Times are means because waits are
+ * rare and long: a median would hide them. */
 static void dtrain__mean_add(double *mean, double value, int64_t n)
 {
     if (!dtrain__finite(value)) return;
@@ -189,29 +259,29 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 {
     DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
     dtrain_summary *s = &metrics->summary;
-    const double now = dtrain_seconds();
-    if (s->steps == 0) { /* the seconds begin with the first step, which took step_ms until now */
+    const double now = dtrain_seconds(), step_ms = dtrain_record_value(record, "step_ms");
+    if (s->steps == 0) { /* seconds begin with the first step, which took step_ms */
         s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
+        metrics->started = now - 1e-3 * fmax(0, step_ms); /* a record can lack it */
     }
     metrics->last = *record;
     s->steps++;
-    dtrain__mean_add(&s->tokens_per_second, record->tokens_per_second * record->step_ms, s->steps);
-    dtrain__mean_add(&s->step_ms, record->step_ms, s->steps);
-    dtrain__mean_add(&s->comm_ms, record->comm_ms, s->steps);
-    dtrain__mean_add(&s->exposed_comm_ms, record->exposed_comm_ms, s->steps);
-    dtrain__mean_add(&s->data_ms, record->data_ms, s->steps);
+    dtrain__mean_add(&s->tokens_per_second,
+                     dtrain_record_value(record, "tokens_per_second") * step_ms, s->steps);
+    dtrain__mean_add(&s->step_ms, step_ms, s->steps);
+    dtrain__mean_add(&s->comm_ms, dtrain_record_value(record, "comm_ms"), s->steps);
+    dtrain__mean_add(&s->exposed_comm_ms, dtrain_record_value(record, "exposed_comm_ms"), s->steps);
+    dtrain__mean_add(&s->data_ms, dtrain_record_value(record, "data_ms"), s->steps);
+    dtrain__mean_add(&s->bubble_ms, dtrain_record_value(record, "bubble_ms"), s->steps);
     s->last_loss = record->loss;
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->seconds = now - metrics->started;
+    s->comm_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "comm_bytes"));
+    s->tensor_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "tensor_bytes"));
+    s->pipeline_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "pipeline_bytes"));
     dtrain__metrics_list(metrics);
-    const dtrain_spread *figures = metrics->last.figures;
-    s->comm_bytes += record->comm_bytes;
-    s->tensor_bytes += (uint64_t)figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
-    s->pipeline_bytes += (uint64_t)figures[DTRAIN_FIGURE_PIPELINE_BYTES].own;
-    dtrain__mean_add(&s->bubble_ms, 1e3 * figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
     dtrain__sinks_take(metrics, DTRAIN_METRICS_STEP);
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
@@ -229,7 +299,7 @@ static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_i
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second /= summary->step_ms; /* so far the mean of their products */
+    summary->tokens_per_second /= summary->step_ms; /* until here the mean of their products */
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
@@ -245,8 +315,8 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 
 /* ---- The end ----------------------------------------------------------------------------------*/
 
-/* End the stream; a second call does nothing. What was lost is an error here, because the training
- * is over and an error stops nothing. */
+/* End the stream; a second call does nothing. Lost records are an error here: the training is over,
+ * and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     dtrain_metrics_info info;
@@ -280,7 +350,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
                    "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
         return;
     }
-    char text[DTRAIN__ERROR_BYTES]; /* the host reads why its run has failed, not what is lost */
+    char text[DTRAIN__ERROR_BYTES]; /* keep the error of the run: the program reads it */
     const dtrain_result code = *dtrain__last_code();
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);

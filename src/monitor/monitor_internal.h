@@ -1,8 +1,8 @@
 /* The stream of metrics and its writers
  *
- * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (files that cannot stop a training), console.c, lines.c, tensorboard.c (the
- * writers), histogram.c (measurements of the monitor itself). */
+ * The order of reading: metrics.c (the stream and its list of figures), file.c (files that cannot
+ * stop a training), console.c, lines.c, tensorboard.c (the writers), histogram.c. trace.c reads the
+ * timeline, and no figures. */
 
 #pragma once
 
@@ -31,65 +31,60 @@ static inline double dtrain__wall_time(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* A file that records are appended to: all of a record, or none of it if it can be cut. */
+/* A file to which records are appended, whole or, if it can be cut, not at all. */
 typedef struct dtrain__records {
-    FILE *stream; /* the host's; NULL: fd */
+    FILE *stream; /* the program's stream; NULL: fd */
     int fd;       /* -1: none */
-    int64_t size; /* of the whole records; -1: it cannot be cut (a pipe) */
-    bool torn;    /* it ends with a part of a record */
+    int64_t size; /* bytes of whole records; -1: the file cannot be cut (a pipe) */
+    bool torn;    /* true if the file ends with a part of a record */
     const char *path;
 } dtrain__records;
 
-#define DTRAIN__METRICS_MOST 120 /* metrics of a step: 98 that table.c has, and added ones */
+#define DTRAIN__METRICS_MOST (DTRAIN_RECORD_FIGURES + 24) /* the stream adds up to 21 */
 #define DTRAIN__WRITERS 3
-#define DTRAIN__EVENT_FILE 160 /* bytes of the name of TensorBoard's file, at most */
+#define DTRAIN__EVENT_FILE 160 /* largest length of the name of TensorBoard's file */
 
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;        /* the ranks of the run: the trainer's, or all */
-    size_t bytes;             /* of all this, with the texts after it */
+    dtrain_comm *comm;        /* ranks of the run: the trainer's, or all */
+    size_t bytes;             /* size of this struct with the texts after it */
     dtrain_metrics_desc desc; /* resolved */
     dtrain_metrics_sink sinks[DTRAIN__WRITERS + DTRAIN_METRICS_SINKS + 1];
     dtrain_metrics_sink_info infos[DTRAIN__WRITERS + DTRAIN_METRICS_SINKS];
     size_t sink_count;
-    size_t opened; /* the first of them, which are to be finished ... */
-    size_t failed; /* ... but for these: creation failed, and no file gets an end of this run */
-    bool busy;     /* a sink is being called: it must not call back */
+    size_t opened; /* number of sinks opened; these are finished at the end ... */
+    size_t failed; /* ... but for the first `failed`: creation failed, no file gets an end */
+    bool busy;     /* true during the call of a sink, which must not call back */
     bool finished;
-    dtrain__text text; /* the record that a writer is making */
+    dtrain__text text; /* record that a writer is making */
 
     struct {
         dtrain__records file;
         bool terminal, color;
-        double redraw_at; /* the live line is drawn again from then on */
+        double redraw_at; /* time of the next drawing of the live line */
     } console;
     dtrain__records jsonl;
     struct {
         dtrain__records file;
         char *path;     /* file.path */
-        size_t open[8]; /* (depth) offsets in the text where its open messages begin */
+        size_t open[8]; /* (depth) begin of each open message in the text */
         int depth;
     } tensorboard;
 
-    dtrain_metrics_sample sample; /* the last step, as sinks see it */
-    dtrain_metric metrics[DTRAIN__METRICS_MOST];
-    double flops, peak_share;          /* of the last step: a second of all ranks, of their peak */
-    dtrain_memory held, planned;       /* of this rank; planned: without no_plan */
-    uint64_t planned_passes;           /* activations and their gradients */
-    char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
-    struct dtrain__histograms *histograms; /* NULL: none are made */
+    dtrain_metrics_sample sample; /* last step, as sinks see it */
+    dtrain_figure figures[DTRAIN__METRICS_MOST];
+    dtrain_memory held, planned;       /* memory of this rank; planned: only if no_plan is empty */
+    char no_plan[DTRAIN__ERROR_BYTES]; /* reason why memory is not predicted, or "" */
+    struct dtrain__histograms *histograms; /* NULL: no histograms */
 
-    double started; /* when the first step began */
+    double started; /* begin of the first step */
     dtrain_step_record last;
-    dtrain_summary summary; /* running; tokens_per_second times step_ms */
+    dtrain_summary summary; /* running means, tokens_per_second's of its product with step_ms */
 };
 
-/* monitor/table.c */
-DTRAIN__PRIVATE void dtrain__metrics_list(dtrain_metrics *metrics);
-
 /* monitor/file.c */
-/* Begin a record in the text that all writers share. */
+/* Begin a record in the text shared by all writers. */
 DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics);
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append);

@@ -1,20 +1,19 @@
 /* Event files for TensorBoard
  *
- * A run is a directory, and each start of it a file, events.out.tfevents.SECONDS.HOST.PID.0, which
- * TensorBoard reads in the order of their names. A file is a sequence of records (TFRecord), each
- * of which is an Event in the encoding of Protocol Buffers:
+ * A run is a directory, and each start of the run a file, events.out.tfevents.SECONDS.HOST.PID.0.
+ * TensorBoard reads files in the order of their names. A file is a sequence of records (TFRecord),
+ * each an Event in the encoding of Protocol Buffers:
  *
  *     u64 length | u32 masked CRC-32C of these 8 bytes | Event | u32 masked CRC-32C of the Event
  *
  * The messages are written by hand: their fields are few, and have had these numbers since 2015
  * (tensorboard/compat/proto/event.proto, summary.proto; plugins/hparams/plugin_data.proto). The
- * length of a message inside another is not known when it begins, so five bytes are left for it: a
- * varint may have leading zeros. Numbers are little-endian, as on every machine that dtrain runs
- * on.
+ * length of a nested message is unknown at its begin, so five bytes are left for it: a varint can
+ * have leading zeros. Numbers are little-endian, like all machines that dtrain supports.
  *
- * A run that is resumed begins with a SessionLog of status START at its first step: readers drop
- * what the run before wrote from there on. Each step is one write; a record that a full disk has
- * cut is removed again, because readers give up a file at its first broken record. */
+ * A resumed run begins with a SessionLog of status START at its first step: readers drop this and
+ * later steps of the earlier run. Each step is one write. A record that a full disk has cut is
+ * removed, because readers give up a file at its first broken record. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -32,7 +31,7 @@
 
 enum { DTRAIN__PB_VARINT = 0, DTRAIN__PB_64 = 1, DTRAIN__PB_BYTES = 2, DTRAIN__PB_32 = 5 };
 
-#define DTRAIN__PB_LENGTH 5 /* bytes of a length that is filled in later */
+#define DTRAIN__PB_LENGTH 5 /* bytes of a length, filled in later */
 
 static void dtrain__pb_varint(dtrain_metrics *m, uint64_t value)
 {
@@ -43,10 +42,10 @@ static void dtrain__pb_varint(dtrain_metrics *m, uint64_t value)
     dtrain__text_append(&m->text, text, n);
 }
 
-/* Add fields to the message that is open. Each is a digit, its number, and a letter:
+/* Add fields to the open message. Each is a digit, its number, and a letter:
  *     i l    an int, an int64_t           f d    a double as 4 bytes, as 8 bytes
  *     s b    a string; bytes, as size_t and const void *
- *     {      begins a message inside of the open one; } has no number and ends it */
+ *     {      begins a nested message; } has no number and ends it */
 static void dtrain__pb_list(dtrain_metrics *m, const char *fields, va_list args)
 {
     for (const char *at = fields; *at; at++) {
@@ -60,7 +59,7 @@ static void dtrain__pb_list(dtrain_metrics *m, const char *fields, va_list args)
             const double value = va_arg(args, double);
             dtrain__pb_varint(m, field | DTRAIN__PB_64);
             dtrain__text_append(&m->text, &value, sizeof value);
-        } else if (*at == 'f') { /* what fp32 cannot hold is infinite */
+        } else if (*at == 'f') { /* values beyond fp32 become infinite */
             const double value = va_arg(args, double);
             const float most = dtrain__f32_from_bits(0x7f800000u);
             const float rounded = value > (double)FLT_MAX    ? most
@@ -109,7 +108,7 @@ static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
     return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
-/* Begin a record with an Event. Its fields: 3 the version, 5 a summary, 7 a session. */
+/* Begin a record with an Event. Fields: 3 the version, 5 a summary, 7 a session. */
 static void dtrain__event_begin(dtrain_metrics *m, double wall_time, int64_t step)
 {
     const char zeros[DTRAIN__RECORD_HEAD] = {0};
@@ -135,7 +134,7 @@ static dtrain_result dtrain__event_end(dtrain_metrics *m)
     return dtrain__records_append(&m->tensorboard.file, &m->text);
 }
 
-/* Write an Event of these fields. */
+/* Write an Event with these fields. */
 static dtrain_result dtrain__event_put(dtrain_metrics *m, double wall_time, int64_t step,
                                        const char *fields, ...)
 {
@@ -149,12 +148,12 @@ static dtrain_result dtrain__event_put(dtrain_metrics *m, double wall_time, int6
 
 /* ---- Hyper-parameters -------------------------------------------------------------------------*/
 
-/* Begin a value of the hparams plugin, all of which is in its metadata. */
-#define DTRAIN__HPARAMS "1{1s9{1{1s2{1i" /* tag, "hparams", version of the plugin's data: 0 */
+/* The begin of a value of the hparams plugin, whose metadata has everything. */
+#define DTRAIN__HPARAMS "1{1s9{1{1s2{1i" /* tag, "hparams", 0: version of the plugin's data */
 
 enum { DTRAIN__HPARAM_STRING = 1, DTRAIN__HPARAM_BOOL = 2, DTRAIN__HPARAM_NUMBER = 3 };
 
-/* Add the column of each line NAME=VALUE, or its value. Lines without = are skipped. */
+/* Add a column or a value for each line NAME=VALUE. Skip lines without =. */
 static void dtrain__hparams_add(dtrain_metrics *m, bool values)
 {
     for (const char *line = m->desc.hparams, *next; *line; line = next) {
@@ -178,15 +177,15 @@ static void dtrain__hparams_add(dtrain_metrics *m, bool values)
     }
 }
 
-/* Write which columns the table of the HPARAMS tab has, and which values this run has. Numbers are
- * written as in the locale "C", whatever the host's is. */
+/* Write the columns of TensorBoard's HPARAMS tab, and the values of this run. Numbers are written
+ * as in the locale "C". */
 static dtrain_result dtrain__hparams_write(dtrain_metrics *m, double now)
 {
     static const char *const shown[] = {"loss/loss", "loss/val_loss",
                                         "throughput/tokens_per_second", "time/step_ms"};
     const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
     if (!c) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a locale");
-    const locale_t before = uselocale(c); /* only of this thread */
+    const locale_t before = uselocale(c); /* of this thread only */
     dtrain__event_begin(m, now, 0);
     dtrain__pb_add(m, "5{" DTRAIN__HPARAMS "2{3d", "_hparams_/experiment", "hparams", 0, now);
     dtrain__hparams_add(m, false);
@@ -202,9 +201,9 @@ static dtrain_result dtrain__hparams_write(dtrain_metrics *m, double now)
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
-/* Make the directory and those around it, and a file in it. The seconds in its name come after the
- * seconds of all files there: a run may start twice in a second, on another host, or after the
- * clock was set back. */
+/* Make the directory with its parents, and a file in it. The seconds in its name are larger than in
+ * all other files: a run can start twice in a second, on another host, or after the clock was set
+ * back. */
 static dtrain_result dtrain__event_open(dtrain_metrics *m)
 {
     static const char head[] = "events.out.tfevents.";
@@ -239,9 +238,9 @@ static dtrain_result dtrain__event_open(dtrain_metrics *m)
 
 /* ---- The sink ---------------------------------------------------------------------------------*/
 
-/* Write what comes before the first step: the version, where this session begins, its
- * configuration and its hyper-parameters; all scalars of a step in one record, with the first also
- * those that are fixed; a histogram; and that the session has ended well, for the HPARAMS tab. */
+/* At OPEN write the version, the first step of this session, configuration and hyper-parameters. At
+ * a step write all scalars in one record, at the first step also the fixed figures. Write
+ * histograms, and at the end that the session was a success, for the HPARAMS tab. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
                                                        const dtrain_metrics_sample *sample)
 {
@@ -255,20 +254,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
         DTRAIN__TRY(dtrain__event_open(m));
         DTRAIN__TRY(dtrain__event_put(m, now, 0, "3s", "brain.Event:2"));
         DTRAIN__TRY(dtrain__event_put(m, now, step, "7{1i}", 1)); /* START */
-        if (m->desc.config) /* a tensor (2) of strings (7), of shape (1) */
+        if (m->desc.config) /* a tensor (2) of strings (7) with shape (1) */
             DTRAIN__TRY(dtrain__event_put(m, now, step, "5{1{1s9{1{1s}4i}8{1i2{2{1i}}8s}}}",
                                           "config/text_summary", "text", 2, 7, 1, m->desc.config));
         return m->desc.hparams ? dtrain__hparams_write(m, now) : DTRAIN_OK;
     }
     if (sample->moment == DTRAIN_METRICS_STEP) {
-        dtrain__event_begin(m, sample->wall_time, sample->step);
+        dtrain__event_begin(m, sample->wall_time, sample->record->step);
         dtrain__pb_add(m, "5{");
-        for (size_t i = 0; i < sample->count; i++) {
-            const dtrain_metric *metric = &sample->metrics[i];
+        const size_t fixed = m->summary.steps > 1 ? sample->fixed_count : 0;
+        for (size_t i = 0; i < sample->count - fixed; i++) {
+            const dtrain_figure *figure = &sample->figures[i];
             char tag[96];
-            if (m->summary.steps > 1 && metric->flags & DTRAIN_METRIC_FIXED) continue;
-            snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
-            dtrain__pb_add(m, "1{1s2f}", tag, metric->value);
+            snprintf(tag, sizeof tag, "%s%s", strchr(figure->name, '/') ? "" : "added/",
+                     figure->name);
+            dtrain__pb_add(m, "1{1s2f}", tag, figure->value);
         }
         dtrain__pb_add(m, "}");
         return dtrain__event_end(m);
@@ -280,7 +280,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_sink(void *user,
                                  h->bucket_count * sizeof *h->buckets, (const void *)h->buckets);
     if (m->desc.hparams)
         result =
-            dtrain__event_put(m, now, sample->step, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}",
+            dtrain__event_put(m, now, sample->record->step, "5{" DTRAIN__HPARAMS "4{1i2d}}}}}}",
                               "_hparams_/session_end_info", "hparams", 0, 1 /* success */, now);
     const dtrain_result closed = dtrain__records_close(&m->tensorboard.file);
     return result == DTRAIN_OK ? closed : result;

@@ -1,19 +1,19 @@
-/* Traces: what a rank did when, for Perfetto
+/* Traces: the events of a rank over time, for Perfetto
  *
- * A reader of the timeline's events (world/timeline.c). Rank r writes FILE.rank<r>.json: an array
- * of events in the Trace Event Format (Google, "Trace Event Format", 2016). Complete events ("X")
- * have times in microseconds; the process is the rank, the thread a track; flow arrows ("s", "f")
- * lead from where a bucket's collective is started to the collective; metadata ("M") has names, and
- * what must be added to times to make them rank 0's. Each event is a line, and the array's end may
- * be missing: viewers also open the file of a rank that was killed.
+ * A trace reads the timeline's events (world/timeline.c). Rank r writes FILE.rank<r>.json: an array
+ * in the Trace Event Format (Google, "Trace Event Format", 2016). Complete events ("X") have times
+ * in microseconds; the process is the rank, the thread a track. Flow arrows ("s", "f") lead from
+ * the start of a bucket's collective to the collective. Metadata ("M") has names, and the offset
+ * from this rank's clock to rank 0's. Each event is a line, and the array's end can be missing:
+ * viewers open the file of a killed rank, too.
  *
- * Events stay in the ring until a span that is in no other one ends and half of the room is used or
- * a second has passed: then they are written at once, 64 KiB a system call. When the room is full
- * earlier, they are written wherever the rank is, and the writing is an event itself. A call that
- * is in flight then is written when it is done.
+ * Events stay in the ring until an outermost span ends and half of the room is used or a second has
+ * passed. Then they are written at once, 64 KiB per system call. If the room is full earlier, they
+ * are written at once, and the writing is an event itself. A call in flight is written when it is
+ * done.
  *
- * Calls overlap and events of a track may not, so each gets the first lane that is free. A span and
- * its event cost 0.8 us, the writing included (Xeon; without a trace 0.16 us). */
+ * Calls overlap and events of one track must not, so each call gets the first free lane. A span
+ * with its event costs 0.8 us, the writing included (Xeon; without a trace 0.16 us). */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -27,12 +27,12 @@
 #include "world/world_internal.h"
 
 typedef struct dtrain__trace {
-    dtrain__writer out;        /* its file is -1 when the trace has ended */
-    uint32_t room;             /* of unwritten events */
+    dtrain__writer out;        /* its file is -1 after the end of the trace */
+    uint32_t room;             /* largest number of unwritten events */
     uint64_t next;             /* number of the first unwritten event */
-    uint64_t lost, written_ns; /* calls without an event in the file; the last writing */
+    uint64_t lost, written_ns; /* calls without an event in the file; time of the last writing */
     uint64_t first_step, end_step, file_bytes;
-    uint64_t lanes[DTRAIN__TRACE_LANES]; /* when the last call in each ended */
+    uint64_t lanes[DTRAIN__TRACE_LANES]; /* end of the last call in each lane */
     bool named[DTRAIN__TRACE_TRACKS];
     char path[1100], text[65536];
 } dtrain__trace;
@@ -40,7 +40,7 @@ typedef struct dtrain__trace {
 /* ---- Events -----------------------------------------------------------------------------------*/
 
 /* Begin the line of an event, of at most DTRAIN__WRITER_PIECE bytes. Each write ends between two
- * lines, so that the file of a killed rank does, too. */
+ * lines, and so does the file of a killed rank. */
 static void dtrain__trace_line(dtrain_world *world, const char *phase, uint32_t track)
 {
     dtrain__writer *out = &world->timeline.trace->out;
@@ -54,7 +54,7 @@ static void dtrain__trace_time(dtrain__writer *out, const char *key, uint64_t ns
                        (unsigned)(ns % 1000u));
 }
 
-/* Name a track before its first event. Viewers sort by the index: in the order of the numbers. */
+/* Name a track before its first event. Viewers sort tracks by the index. */
 static void dtrain__trace_track(dtrain_world *world, uint32_t track)
 {
     dtrain__trace *trace = world->timeline.trace;
@@ -76,7 +76,7 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
                        track);
 }
 
-/* End the array and close the file: a trace that is whole. */
+/* End the array and close the file. */
 static void dtrain__trace_close(dtrain_world *world)
 {
     dtrain__trace *trace = world->timeline.trace;
@@ -97,10 +97,10 @@ static void dtrain__trace_close(dtrain_world *world)
                    trace->path, strerror(out->error));
 }
 
-/* Write an event that a flush has passed: it was a call in flight then. The file may end after it.
- * The arrow of a bucket's collective begins in the track of the rank. A call has the first lane
- * that is free since it began. Calls of the tensor axis, for which a layer waits, have separate
- * lanes. */
+/* Write an event that a flush has passed, because it was a call in flight. The file can end after
+ * it. The arrow of a bucket's collective begins in the track of the rank. A call gets the first
+ * lane that is free since the call began. Calls of the tensor axis, for which layers wait, have
+ * separate lanes. */
 static void dtrain__trace_put(dtrain_world *world, uint64_t number)
 {
     static const char *const kinds[] = {"other", "data",      "forward",   "backward",
@@ -153,7 +153,7 @@ static void dtrain__trace_put(dtrain_world *world, uint64_t number)
     dtrain__trace_close(world);
 }
 
-/* Write all events but calls in flight, and an event of what the writing took. */
+/* Write all events but calls in flight, and an event for the writing. */
 static void dtrain__trace_flush(dtrain_world *world)
 {
     dtrain__trace *trace = world->timeline.trace;
@@ -169,7 +169,7 @@ static void dtrain__trace_flush(dtrain_world *world)
                      DTRAIN__UNNUMBERED, begin, trace->written_ns);
 }
 
-/* ---- What the timeline calls ------------------------------------------------------------------*/
+/* ---- Functions that the timeline calls --------------------------------------------------------*/
 
 /* Make room for one more event. */
 static void dtrain__trace_room(dtrain_world *world)
@@ -181,7 +181,7 @@ static void dtrain__trace_room(dtrain_world *world)
     if (oldest->call.kind && !oldest->end_ns) trace->lost++;
 }
 
-/* Write, if it is time to: the rank is between two spans. */
+/* Write if it is time: the rank is between two spans. */
 static void dtrain__trace_pause(dtrain_world *world, uint64_t now)
 {
     const dtrain__trace *trace = world->timeline.trace;
@@ -190,7 +190,8 @@ static void dtrain__trace_pause(dtrain_world *world, uint64_t now)
         dtrain__trace_flush(world);
 }
 
-/* Begin a step: the trace begins with the first that was asked for, and is whole after the last. */
+/* Begin a step: the trace begins with the first step that desc asks for, and ends after the
+ * last. */
 static void dtrain__trace_step(dtrain_world *world, int64_t step)
 {
     dtrain__trace *trace = world->timeline.trace;
@@ -211,9 +212,8 @@ static void dtrain__trace_end(dtrain_world *world)
     dtrain__free(&world->allocator, trace, 1, sizeof *trace);
 }
 
-/* Open the file of this rank, and write what it is about: names, and the clock. The file's name has
- * the rank, and after a restart its number: "a/run.json" becomes "a/run.rank3.json", then
- * "a/run.rank3.restart1.json". */
+/* Open the file of this rank, and write names and clock. The file's name has the rank, and after a
+ * restart its number: "a/run.json" becomes "a/run.rank3.json", then "a/run.rank3.restart1.json". */
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc)
 {

@@ -1,7 +1,7 @@
 /* Parameter groups: defaults, membership, checks
  *
- * The desc of an optimizer is group 0, and its groups are 1, 2, ...; a parameter says in which it
- * is. An optimizer lists its tensors group by group, so that each group is one call of its kernel:
+ * The desc of an optimizer is group 0, and its groups are 1, 2, ...; a parameter names its group.
+ * An optimizer lists its tensors group by group, so that each group is one call of its kernel:
  *
  *     shards    wte (0)   qkv (1)   bias (0)   proj (1)
  *     tensors   wte       bias    | qkv        proj           groups[0]: 0, 2    groups[1]: 2, 2 */
@@ -29,7 +29,7 @@ DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind
         {DTRAIN_OPTIMIZER_LION, 0.9f, 0.99f, 0, 0, 0, false, 0, 1, NULL, 0},
         {DTRAIN_OPTIMIZER_MUON, 0, 0, 1e-7f, 0, 0.95f, true, 0, 1, NULL, 0},
     };
-    dtrain_optimizer_desc desc; /* of no kind: dtrain_optimizer_create refuses it */
+    dtrain_optimizer_desc desc; /* without a kind, which dtrain_optimizer_create refuses */
     memset(&desc, 0, sizeof desc);
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++)
         if (kinds[i].kind == (uint32_t)kind) desc = kinds[i];
@@ -38,21 +38,21 @@ DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind
 
 /* ---- Membership -------------------------------------------------------------------------------*/
 
-/* Count the fp32 tensors that a kind keeps of a parameter. */
+/* Count the fp32 tensors of state per parameter. */
 DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc)
 {
     if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
     return desc->kind != DTRAIN_OPTIMIZER_SGD || desc->momentum > 0;
 }
 
-/* Return the hyper-parameters of a parameter, or of its alias. */
+/* Return the hyper-parameters of a parameter, or of an alias. */
 DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
                                                              const dtrain_param *param)
 {
     return &optimizer->groups[param->state.storage->group].desc;
 }
 
-/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. */
+/* Find the optimizer's tensor of this rank's piece of a parameter; NULL: this rank has none. */
 DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
                                                                   const dtrain_param *param)
 {
@@ -61,7 +61,7 @@ DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_o
     return NULL;
 }
 
-/* Make the table of groups. Tensors are listed in it later, group by group. */
+/* Make the table of groups. dtrain__optimizer_memory lists their tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
                                                   const dtrain_optimizer_desc *desc)
 {
@@ -114,7 +114,7 @@ static bool dtrain__not_below(float value, float least)
 
 static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) && value < 1; }
 
-/* Refuse a group's desc that does not come from one of the defaults or makes no sense. */
+/* Refuse a group's desc that was not filled with defaults, or that makes no sense. */
 static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint32_t number)
 {
     char call[48];
@@ -160,9 +160,8 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
     return dtrain__check_bounds(call, bounds, sizeof bounds / sizeof bounds[0]);
 }
 
-/* Refuse a parameter whose group does not exist, and for Muon a parameter that is no matrix or of
- * which no rank has the whole. Slices follow from the layout, which is the same on all ranks, not
- * from what this rank holds: so all ranks fail. */
+/* Refuse a parameter whose group does not exist. For Muon, refuse a parameter that is no matrix or
+ * of which no rank has the whole. Slices follow from the layout, so all ranks fail. */
 static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                                           const dtrain_strategy *strategy, size_t i)
 {

@@ -1,27 +1,27 @@
 /* Muon
  *
  * Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) steps along
- * the orthogonal matrix nearest to the momentum: of M = U S V^T that is U V^T, all of whose
- * singular values are 1. With g = grad * grad_scale, for a matrix (rows, columns):
+ * the orthogonal matrix nearest to the momentum: for M = U S V^T that is U V^T, whose singular
+ * values are all 1. With g = grad * grad_scale, for a matrix (rows, columns):
  *
  *     m = momentum m + g                     x = nesterov ? g + momentum m : m
  *     x = x / (|x| + epsilon)                so that no singular value is above 1
  *     five times: x = a x + b (x x^T) x + c (x x^T)^2 x
  *     w = w (1 - lr decay) - lr sqrt(max(1, rows / columns)) x
  *
- * The polynomial takes every singular value s to a s + b s^3 + c s^5, towards 1: with the published
- * coefficients, which grow small ones fastest, to between 0.7 and 1.2 (a Newton-Schulz iteration).
- * This is the authors' variant, which torch.optim.Muon calls "original", but in fp32 where theirs
- * is in bf16; that their momentum is an average changes the length of x alone, which is divided
- * out. Of a parameter with more than two dimensions all behind the first are columns.
+ * The polynomial (a Newton-Schulz iteration) moves every singular value s to a s + b s^3 + c s^5,
+ * towards 1. The published coefficients make small ones grow fastest, and end between 0.7 and 1.2.
+ * This is the authors' variant, "original" in torch.optim.Muon, in fp32 where theirs is in bf16.
+ * Their momentum is an average; that changes only the length of x, which is divided out. All
+ * dimensions of a parameter after the first are columns.
  *
- * An iteration is three products of the device's GEMM. Where x has more rows than columns the Gram
- * matrix is x^T x, and multiplies from the right: nothing is transposed in memory.
+ * An iteration is three products of the device's GEMM. If x has more rows than columns, the Gram
+ * matrix is x^T x and multiplies from the right: nothing is transposed in memory.
  *
  *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
  *
- * It costs 5 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch: beside a
- * backward over few tokens that is much, and sharing it among the owners of ZERO3 pays.
+ * It costs 5 k^2 (2 rows columns / k + k) multiply-adds per matrix, whatever the batch. That is
+ * much beside a backward over few tokens; the owners of ZERO3 share it.
  *
  * Products of matrices belong to ring 3, models, and so does this file. */
 
@@ -38,8 +38,8 @@
 
 #define DTRAIN__MUON_ITERATIONS 5
 
-/* Lay out Muon's scratch, for the largest matrix of this rank, from address `memory` on (NULL:
- * count alone); return its number of elements. */
+/* Lay out Muon's scratch for the largest matrix of this rank, from address `memory` on (NULL: only
+ * count). Return its number of elements. */
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon)
 {
@@ -64,7 +64,7 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
     return (size_t)(sum + 2 * square + 2 * most);
 }
 
-/* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
+/* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps. op
  * transposes a or b as the flags of dtrain_gemm_args say. */
 static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t m,
                                           int64_t n, int64_t k, float alpha, const float *a,
@@ -83,8 +83,8 @@ static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags,
     return device->ops->gemm(device, &args);
 }
 
-/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
- * and they change places. */
+/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Iterations read x, write y and
+ * exchange them. */
 static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
                                         int64_t columns)
 {
@@ -108,8 +108,8 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     return DTRAIN_OK;
 }
 
-/* Update the matrices of one call; sources are the shards of the tensors. A step that a number in
- * device memory tells to skip leaves momentum and value as they are. */
+/* Update the matrices of one call; sources are the shards of the tensors. If a number in device
+ * memory says that the step is skipped, momentum and value stay unchanged. */
 DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *scratch,
                                                 const dtrain_shard *const *sources,
                                                 const dtrain_optimizer_args *step)
@@ -118,24 +118,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtr
         const dtrain_param *param = sources[i]->param;
         const int64_t rows = param->shape[0], columns = param->count / rows;
         dtrain__muon muon = *scratch; /* iterations exchange x and y */
-        dtrain_muon_args args;
+        dtrain_muon_args args = *step;
         dtrain_sum_args sum;
-        memset(&args, 0, sizeof args);
+        args.tensors = &step->tensors[i];
+        args.tensor_count = 1;
         args.stage = DTRAIN_MUON_MOMENTUM;
-        args.tensor = &step->tensors[i];
         args.x = muon.x;
-        args.lr = step->lr;
-        args.momentum = step->momentum;
-        args.grad_scale = step->grad_scale;
         args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
-        args.epsilon = step->epsilon;
-        args.nesterov = step->nesterov;
         args.sum_squares = muon.sum;
-        args.scalars = step->scalars;
-        args.lr_scale = step->lr_scale;
         DTRAIN__TRY(device->ops->muon(device, &args));
         memset(&sum, 0, sizeof sum);
-        sum.count = args.tensor->count;
+        sum.count = args.tensors->count;
         sum.squares = true;
         sum.scale = 1;
         sum.x = muon.x;

@@ -1,7 +1,4 @@
-/* The optimizer's structure
- *
- * The trainer includes it for an update whose numbers are read from device memory, which can be
- * recorded and replayed. */
+/* The optimizer's structure, also for the trainer, which records steps */
 
 #pragma once
 
@@ -18,12 +15,12 @@
 
 /* Parameters with the same hyper-parameters. Their tensors are neighbours in the list. */
 typedef struct dtrain__group {
-    dtrain_optimizer_desc desc; /* its own groups are cleared */
-    size_t first, count;        /* of the optimizer's tensors */
+    dtrain_optimizer_desc desc; /* without groups */
+    size_t first, count;        /* range of the optimizer's tensors */
 } dtrain__group;
 
-/* Muon's scratch: two matrices, two squares of the smaller side, and a sum, each large enough for
- * the largest matrix of this rank. NULL: this rank has no matrix. */
+/* Muon's scratch: two matrices, two squares of the smaller side, and a sum, for the largest matrix
+ * of this rank. NULL: this rank has no matrix. */
 typedef struct dtrain__muon {
     float *x, *y, *gram, *square;
     double *sum;
@@ -33,25 +30,25 @@ struct dtrain_optimizer {
     dtrain_allocator allocator;
     dtrain_device *device;
     dtrain_strategy *strategy;
-    dtrain__group *groups; /* (group_count) group 0, the desc itself, first */
+    dtrain__group *groups; /* (group_count) first group 0, the desc itself */
     size_t group_count;
-    const dtrain_shard *shards; /* (shard_count), the strategy's */
+    const dtrain_shard *shards; /* (shard_count) of the strategy */
     size_t shard_count;
     dtrain_optimizer_tensor *tensors; /* (shard_count), tensor_count in use: one for each shard
-                                         that is not empty, in the order of their groups */
-    const dtrain_shard **sources;     /* likewise: their shards */
+                                         that is not empty, group by group */
+    const dtrain_shard **sources;     /* (tensor_count) shards of the tensors */
     size_t tensor_count;
-    float *block; /* state; with offload page-locked host memory that holds more: see optimizer.c */
+    float *block; /* state; with offload page-locked host memory that holds more: optimizer.c */
     size_t block_bytes;
-    size_t state_bytes, scratch_bytes; /* of moments and buffers; of Muon's scratch */
+    size_t state_bytes, scratch_bytes; /* bytes of moments and buffers; of Muon's scratch */
     dtrain__muon muon;
-    int64_t staging; /* with offload: elements of each of two staging buffers */
+    int64_t staging; /* with offload: elements of each of the two staging buffers */
     bool offloaded;
     uint64_t step_count;
-    bool compared;      /* all ranks have the same hyper-parameters */
-    size_t param_count; /* the strategy's */
-    uint64_t *updates; /* (param_count) steps in which a rank had a gradient of the parameter: as in
-                           torch each parameter has its count */
+    bool compared;      /* hyper-parameters were found the same on all ranks */
+    size_t param_count; /* of the strategy */
+    uint64_t *updates; /* (param_count) steps in which some rank had a gradient of the parameter: as
+                          in torch, each parameter has its count */
 };
 
 /* optim/scaler.c */
@@ -81,7 +78,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
                                                   const dtrain_optimizer_desc *desc);
 
-/* optim/muon.c, of ring 3: models. Without it groups.c refuses Muon, and nothing comes to them. */
+/* optim/muon.c, of ring 3: models. Without it groups.c refuses Muon, and nothing calls these. */
 #if DTRAIN__MODELS
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon);

@@ -1,7 +1,7 @@
 /* Optimizers: AdamW, SGD, Lion
  *
- * With g = grad * grad_scale, t the step from 1, and the decay decoupled (Loshchilov and Hutter,
- * "Decoupled Weight Decay Regularization", ICLR 2019), but for SGD, where it is a part of the
+ * With g = grad * grad_scale and t the step from 1. The decay is decoupled (Loshchilov and Hutter,
+ * "Decoupled Weight Decay Regularization", ICLR 2019), except in SGD, where it is a part of the
  * gradient as in torch:
  *
  *     AdamW   m = beta1 m + (1 - beta1) g        correction1 = 1 - beta1^t
@@ -14,22 +14,23 @@
  *             m = beta2 m + (1 - beta2) g
  *     Muon    optim/muon.c, of ring 3: models
  *
- * One fused kernel a group reads gradient and state once and writes value and state once. State is
- * for this rank's shards only, one block, made at creation, group by group (optim/groups.c):
+ * One fused kernel per group reads gradient and state once and writes value and state once. There
+ * is state for this rank's shards only: one block, made at creation, group by group
+ * (optim/groups.c):
  *
  *     AdamW   | m of tensor 0 .. pad | v of tensor 0 .. pad | m of tensor 1 ...
  *     others  | m of tensor 0 .. pad | m of tensor 1 ...   (SGD: nothing without momentum)
- *     behind  | scratch of Muon
+ *     at the end  | scratch of Muon
  *
- * Offloaded, the block is page-locked host memory, each tensor's master copy comes before its
- * state, two staging buffers for gradients before everything, and the update goes in pieces, of
- * Muon in whole matrices:
+ * With offload the block is page-locked host memory. Each tensor's master copy comes before its
+ * state, and two staging buffers for gradients come first. The update goes in pieces; Muon's pieces
+ * are whole matrices:
  *
  *     down    | grad 0 | grad 1 | grad 2      | ...        into buffer 0, 1, 0, ...
  *     CPU              | update 0 | update 1  | update 2
  *     up                          | value 0   | value 1 ...
  *
- * Values and gradients that are in host memory themselves are used where they are. */
+ * Values and gradients that lie in host memory are used in place. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -50,7 +51,7 @@
 
 /* ---- The numbers of a step --------------------------------------------------------------------*/
 
-/* Count a step, and for each parameter of which a rank had a gradient its update. */
+/* Count a step, and an update of each parameter of which some rank had a gradient. */
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
@@ -58,7 +59,7 @@ DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
         optimizer->updates[i] += dtrain__has_gradient(optimizer->strategy, i);
 }
 
-/* Tell whether tensor `at` is left out of this step. */
+/* True if tensor `at` is left out of this step. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
     return !dtrain__has_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
@@ -70,12 +71,12 @@ static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
     return optimizer->updates[optimizer->sources[at]->param->state.index];
 }
 
-/* Compute the numbers of a step, for tensors of a group that have had `updates`. */
+/* Compute the numbers of a step for tensors of a group that have had `updates`. */
 static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
                                                  uint64_t updates, float lr, float grad_scale)
 {
     const uint64_t step = updates + 1;
-    /* steps that the second moments are an average over */
+    /* steps that the second moments average over */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
     dtrain_step_scalars scalars;
@@ -88,8 +89,8 @@ static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *de
     return scalars;
 }
 
-/* Update `count` tensors of a group from number `at` on, all of which have had the same number of
- * updates; with `piece`, which stands for a part of tensor `at`, update that part on the CPU. */
+/* Update `count` tensors of a group from number `at` on, all with the same number of updates. With
+ * `piece`, a part of tensor `at`, update that part on the CPU. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           const dtrain__group *group, float lr, float grad_scale,
                                           const dtrain_step_scalars *device_scalars,
@@ -99,7 +100,8 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     const dtrain_optimizer_desc *desc = &group->desc;
     const uint64_t updates = dtrain__updates_of(optimizer, at);
     const dtrain_step_scalars now = dtrain__group_scalars(desc, updates, lr, grad_scale);
-    dtrain_device *device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
+    dtrain_device *device =
+        piece ? dtrain__offload_of(optimizer->strategy)->cpu : optimizer->device;
     dtrain_optimizer_args args;
     memset(&args, 0, sizeof args);
     args.tensor_count = count;
@@ -114,7 +116,7 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     args.momentum = desc->momentum;
     args.grad_scale = grad_scale;
     args.nesterov = desc->nesterov;
-    args.first = updates == 0; /* SGD's buffer begins as the gradient itself, as in torch */
+    args.first = updates == 0; /* SGD's buffer starts as the gradient, as in torch */
     args.scalars = device_scalars;
     args.lr_scale = desc->lr_scale;
     args.wide = optimizer->sources[at]->typed_value != NULL;
@@ -126,10 +128,9 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     }
 }
 
-/* Update all groups. The numbers of the step are arguments or, with `device_scalars`, in device
- * memory when the kernels run. A group is one call, unless some of its tensors are left out of this
- * step or were left out of earlier ones: then each run of neighbours with the same number of
- * updates is one. */
+/* Update all groups. The numbers of the step are arguments; with `device_scalars` the kernels read
+ * them from device memory. A group is one call if its tensors have had the same number of updates
+ * and none is left out of this step. Otherwise each run of equal neighbours is one call. */
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars)
@@ -163,41 +164,45 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *o
 typedef struct dtrain__update_piece {
     const dtrain__group *group;
     size_t at;                    /* number of the tensor */
-    dtrain_optimizer_tensor part; /* the piece of it, in host memory */
+    dtrain_optimizer_tensor part; /* piece of the tensor, in host memory */
     float *value;                 /* address of the piece's values in the strategy's memory */
 } dtrain__update_piece;
 
 /* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
- * device. Values that the strategy keeps in host memory need none: the next gather reads them. */
+ * device. Values that stay in host memory need no copy: the next gather reads them. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
-                                        const dtrain__update_piece *piece, size_t slot, float lr,
+                                        const dtrain__update_piece *piece, size_t turn, float lr,
                                         float grad_scale)
 {
-    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
+    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, turn));
     DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
                                      piece->at, 1));
     if (piece->value == piece->part.value) return DTRAIN_OK;
-    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
-                             piece->part.count);
+    return optimizer->device->ops->copy_async(optimizer->device, piece->value, piece->part.value,
+                                              (size_t)piece->part.count * sizeof(float),
+                                              DTRAIN_COPY_HOST_TO_DEVICE,
+                                              dtrain__offload_of(optimizer->strategy)->up);
 }
 
-/* Update everything on the CPU, in pieces of DTRAIN__PIECE elements, of Muon in whole matrices.
- * Copies down are queued behind what compute had queued: once the first has arrived, nothing reads
- * old values any more, neither on the device nor in the master copies. While one piece is updated
- * the next is copied down; a buffer is filled again after the piece that it held was updated. */
+/* Update everything on the CPU, in pieces of DTRAIN__PIECE elements; Muon's pieces are whole
+ * matrices. Copies down are queued after the queued compute: when the first has arrived, nothing
+ * reads old values any more, neither on the device nor in the master copies. The next piece is
+ * copied down while one is updated. A buffer is filled again after its piece was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
     const dtrain__group *group = optimizer->groups;
+    const dtrain__offload *offload = dtrain__offload_of(strategy);
+    dtrain_device *device = optimizer->device;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* pieces whose copy down is queued */
-    DTRAIN__TRY(dtrain__update_order(strategy, false));
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
     for (size_t at = 0; at < optimizer->tensor_count; at++) {
         const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
         while (at >= group->first + group->count) group++;
         for (int64_t first = 0; first < tensor->count && !dtrain__is_left_out(optimizer, at);) {
-            const size_t slot = count & 1;
-            dtrain__update_piece *piece = &pieces[slot];
+            const size_t turn = count & 1;
+            dtrain__update_piece *piece = &pieces[turn];
             dtrain_optimizer_tensor *part = &piece->part;
             piece->group = group;
             piece->at = at;
@@ -209,42 +214,28 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
             part->m = dtrain__after(tensor->m, first);
             part->v = dtrain__after(tensor->v, first);
             const float *grad = tensor->grad + first;
-            const bool here = dtrain__on_host(optimizer->device, grad); /* used where it is */
-            float *staging = here ? NULL : optimizer->block + slot * (size_t)optimizer->staging;
-            part->grad = here ? grad : staging;
-            DTRAIN__TRY(dtrain__update_down(strategy, slot, staging, grad, part->count));
+            const bool in_place = dtrain__on_host(device, grad);
+            float *staging = in_place ? NULL : optimizer->block + turn * (size_t)optimizer->staging;
+            part->grad = in_place ? grad : staging;
+            if (staging)
+                DTRAIN__TRY(device->ops->copy_async(device, staging, grad,
+                                                    (size_t)part->count * sizeof(float),
+                                                    DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
+            DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down));
             first += part->count;
             if (count++)
                 DTRAIN__TRY(
-                    dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
+                    dtrain__piece_done(optimizer, &pieces[1 - turn], 1 - turn, lr, grad_scale));
         }
     }
     const size_t last = (count - 1) & 1;
     if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__update_order(strategy, true);
+    return dtrain__stream_follow(strategy, NULL, offload->up);
 }
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Fail on all ranks if their rates or hyper-parameters differ, once: later rates that differ are
- * found with a trainer in the step, else by dtrain_strategy_verify and before a checkpoint. */
-static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, float lr,
-                                               float grad_scale)
-{
-    static const dtrain__same_field fields[] = {
-        {"lr", 0, sizeof lr, DTRAIN__SAME_FLOAT},
-        {"grad_scale", sizeof lr, sizeof lr, DTRAIN__SAME_FLOAT}};
-    const float numbers[] = {lr, grad_scale};
-    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, numbers),
-                                       dtrain__same_groups(optimizer)};
-    if (optimizer->compared) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__same(dtrain__groups_of(optimizer->strategy).all, DTRAIN_OK,
-                             "dtrain_optimizer_step", lists, 2));
-    optimizer->compared = true;
-    return DTRAIN_OK;
-}
-
-/* Return the group whose corrections a recorded step has: the first of AdamW. */
+/* Return the group whose bias corrections a recorded step uses: the first of AdamW. */
 static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
 {
     for (size_t g = 0; g < optimizer->group_count; g++)
@@ -255,8 +246,10 @@ static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *opti
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
-    if (!optimizer)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    static const dtrain__same_field fields[] = {
+        {"lr", 0, sizeof lr, DTRAIN__SAME_FLOAT},
+        {"grad_scale", sizeof lr, sizeof lr, DTRAIN__SAME_FLOAT}};
+    DTRAIN__GIVEN("dtrain_optimizer_step", optimizer);
     if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
@@ -273,7 +266,14 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
                            "dtrain_optimizer_step: a captured graph can hold neither the first "
                            "update nor those of AdamW, whose corrections of bias change from step "
                            "to step: call it after each launch of the graph");
-    DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
+    if (!optimizer->compared) { /* once: the trainer, verify and checkpoints compare later rates */
+        const float numbers[] = {lr, grad_scale};
+        const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, numbers),
+                                           dtrain__same_groups(optimizer)};
+        DTRAIN__TRY(dtrain__same(dtrain__groups_of(strategy).all, DTRAIN_OK,
+                                 "dtrain_optimizer_step", lists, 2));
+        optimizer->compared = true;
+    }
     dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
@@ -282,7 +282,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     if (result == DTRAIN_OK && !empty)
         result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
                                       : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    result = dtrain__strategy_keep(strategy, result); /* others would wait for the new values */
+    result = dtrain__strategy_keep(strategy, result); /* other ranks wait for the new values */
     if (result == DTRAIN_OK && !empty) {
         dtrain__optimizer_count(optimizer);
         result = dtrain_strategy_publish(strategy);
@@ -293,8 +293,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 
 /* ---- A recorded step --------------------------------------------------------------------------*/
 
-/* Compute the numbers of the step that comes next, for kernels that read them from device memory:
- * one set for all groups, which multiply the rate by their own lr_scale. */
+/* Compute the numbers of the next step, for kernels that read them from device memory: one set for
+ * all groups, which multiply the rate by their lr_scale. */
 DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
                                                              float lr)
 {
@@ -304,7 +304,7 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimi
     return scalars;
 }
 
-/* Say what an optimizer would need for its step to be recorded; NULL: nothing. */
+/* Return what an optimizer lacks for its step to be recorded; NULL: nothing. */
 DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer)
 {
     const dtrain_optimizer_desc *one = &dtrain__corrected_group(optimizer)->desc;
@@ -322,44 +322,15 @@ DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optim
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Return the words of 4 bytes, with padding, of a tensor of state of a shard. */
-static int64_t dtrain__shard_words(const dtrain_shard *shard)
-{
-    return dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count);
-}
-
-/* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
- * quarter of the address space. */
-static void dtrain__count_block(dtrain_optimizer *optimizer)
-{
-    const struct dtrain__layout *layout = dtrain__layout_of(optimizer->strategy);
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &count);
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
-        bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
-                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
-    }
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
-                                  (size_t)dtrain__shard_words(shard) * sizeof(float);
-    }
-    dtrain__muon none;
-    optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
-    optimizer->block_bytes =
-        (size_t)bytes + 2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
-}
-
 /* Append the tensor of a shard, with its state at *next; later calls do not move it. Biases and
- * scales of norms are 1-D and get no decay: pulling them to zero does not regularise anything. */
+ * scales of norms are 1-D and get no decay: pulling them to zero does not regularise. */
 static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
                                          float **next)
 {
     const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
     const size_t states = dtrain__states_of(desc);
-    const int64_t padded = dtrain__shard_words(shard);
+    const int64_t padded =
+        dtrain__padded(shard->typed_value ? 2 * shard->count : shard->count); /* words of 4 bytes */
     dtrain_device *device = optimizer->device;
     dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
     optimizer->sources[optimizer->tensor_count++] = shard;
@@ -378,16 +349,28 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
     if (states > 0) tensor->m = *next;
     if (states > 1) tensor->v = *next + padded;
     *next = dtrain__after(*next, (int64_t)states * padded);
+    optimizer->state_bytes += states * (size_t)padded * sizeof(float);
     return DTRAIN_OK;
 }
 
-/* Allocate the block, filled with zeros, and list the tensors of each group. */
+/* Count the bytes of the block, allocate it filled with zeros, and list the tensors of each group.
+ * The sums cannot overflow: the layout allows values at most a quarter of the address space. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
     const dtrain_allocator *a = &optimizer->allocator;
     const size_t count = optimizer->shard_count;
     dtrain_device *device = optimizer->device;
-    dtrain__count_block(optimizer);
+    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &optimizer->param_count);
+    for (size_t i = 0; i < optimizer->param_count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
+        optimizer->block_bytes += (size_t)dtrain__update_bytes(
+            dtrain__layout_of(optimizer->strategy), i, dtrain__states_of(desc),
+            desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->staging);
+    }
+    optimizer->scratch_bytes =
+        dtrain__muon_layout(optimizer, NULL, &optimizer->muon) * sizeof(float);
+    optimizer->block_bytes +=
+        2 * (size_t)optimizer->staging * sizeof(float) + optimizer->scratch_bytes;
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
         a, count, sizeof *optimizer->tensors, "an optimizer");
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
@@ -438,8 +421,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
-    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
-    (void)dtrain__params_of(strategy, &optimizer->param_count);
+    optimizer->offloaded = dtrain__offload_of(strategy)->cpu != NULL;
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
     if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
@@ -455,7 +437,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     const dtrain_allocator allocator = optimizer->allocator;
     dtrain_device *device = optimizer->device;
     if (optimizer->block && optimizer->offloaded) {
-        device->ops->synchronize(device); /* new values may still be on their way */
+        device->ops->synchronize(device); /* copies of new values can be under way */
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);

@@ -1,12 +1,12 @@
 /* Clipping, loss scaling
  *
- * Nothing is scaled here; the optimizer multiplies by a factor on its way through the gradients
- * anyway, so unscaling and clipping together cost one read of them, by the norm (strategy/norm.c):
+ * Nothing is scaled in this file. The optimizer multiplies gradients by a factor when it reads
+ * them, so unscaling and clipping together cost one more read of the gradients, by the norm
+ * (strategy/norm.c):
  *
  *     norm = sqrt(sum of all grad^2) / scale        grad_scale = clip / scale
  *
- * That read finds overflows as well: the norm is not finite exactly when some gradient, on whatever
- * rank, is not. */
+ * That read finds overflows too: the norm is not finite exactly if some gradient is not. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -29,14 +29,14 @@
  *     overflow                    x                        step 4 is skipped
  *     scale      64  64  64  64 128  64  64  64  64 128    grows after 4 good steps in a row
  *
- * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
- * run has the bits of one that is not. */
+ * Powers of two change only exponents: if nothing overflows or vanishes, a scaled run has the same
+ * bits. */
 
-/* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN may
- * pass a comparison. */
+/* Set the default of a zero and check the scale. Finite comes first: with -ffast-math a NaN can
+ * pass. */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
-    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
+    DTRAIN__GIVEN(call, scaler);
     if (scaler->growth_interval == 0) scaler->growth_interval = 2000;
     if (dtrain__is_finite(scaler->scale) && scaler->scale >= 1) return DTRAIN_OK;
     return dtrain_fail(
@@ -46,7 +46,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, co
         call, (double)scaler->scale);
 }
 
-/* Refuse a loss scale for compressed gradients; `what` is the caller's word for the scale. */
+/* Refuse a loss scale for compressed gradients; `what` names the scale in the sentence. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what)
 {

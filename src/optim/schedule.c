@@ -5,14 +5,14 @@
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 
-/* Follow the schedule at one step:
+/* Return the learning rate of one step:
  *
  *     0 .. warmup - 1      lr (step + 1) / warmup
- *     warmup .. total      from lr to min_lr, along a line or half a cosine
+ *     warmup .. total      from lr to min_lr, along a straight line or half a cosine
  *     total ..             min_lr
- *     STEPS                lr gamma^k behind the k-th milestone
+ *     STEPS                lr gamma^k after the k-th milestone
  *
- * Computed in double and rounded once: every machine and world size gets the same bits. */
+ * It is computed in double and rounded once: every machine and world size gets the same bits. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
 {
     if (!schedule) return 0;

@@ -1,6 +1,4 @@
-/* How many stages of a pipeline a rank has
- *
- * A strategy asks it, with or without a schedule. */
+/* The number of pipeline stages on a rank, for schedules and for strategies */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

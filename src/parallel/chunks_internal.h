@@ -1,4 +1,4 @@
-/* Where the stages of a pipeline lie. */
+/* The number of pipeline stages on a rank. */
 
 #pragma once
 
@@ -7,6 +7,6 @@
 #include "parallel/pipeline.h"
 
 /* parallel/chunks.c */
-/* Check the kind and its chunks, and count them: one on one rank. desc NULL = a zeroed one. */
+/* Check the kind and its chunks, and count them; 1 on one rank. desc NULL = a zeroed desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);

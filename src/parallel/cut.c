@@ -94,7 +94,7 @@ DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i
     *run = part->count - i;
     if (part->axis < 0) return i;
     const int64_t row = part->shape[part->axis] * part->inner, outer = i / row;
-    int64_t at = i % row; /* elements of the runs before are taken off */
+    int64_t at = i % row; /* less the elements of earlier runs */
     uint32_t k = 0;
     while (k + 1 < part->runs && at >= part->length[k] * part->inner)
         at -= part->length[k++] * part->inner;

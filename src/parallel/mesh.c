@@ -13,10 +13,10 @@
 #include "parallel/cut_internal.h"
 #include "parallel/mesh_internal.h"
 
-/* A plan may be for more ranks than can be started; the product of three axes fits 64 bits. */
+/* A plan can be for more ranks than can be started. The product of three axes fits 64 bits. */
 #define DTRAIN__AXIS_MOST (1 << 20)
 
-/* Complete the axes: put what is left where -1, or data's 0, asks for it. */
+/* Complete the axes: the axis that is -1, or a data axis of 0, gets the remaining ranks. */
 static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_mesh_info *info)
 {
     int *const sizes[3] = {&info->tensor, &info->data, &info->pipeline};
@@ -50,7 +50,7 @@ static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_m
                        rest ? "does not divide the" : "are not the", info->ranks);
 }
 
-/* Return the sum of those axes that have several ranks. */
+/* Return the sum of the axes that have several ranks. */
 static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
 {
     if (info->tensor == 1) axes &= ~(uint32_t)DTRAIN_AXIS_TENSOR;
@@ -59,7 +59,7 @@ static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
     return axes;
 }
 
-/* Split the ranks along a sum of axes that have several ranks, unless that has been done. */
+/* Split the ranks along a sum of axes that have several ranks, if that is not done yet. */
 static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
 {
     static const char *const names[DTRAIN_AXIS_ALL + 1] = {NULL, "tensor", "data", NULL,
@@ -78,9 +78,9 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh, uint32_t axes)
     return DTRAIN_OK;
 }
 
-/* The ranks are split along what strategies and models use: each axis, also one of a single rank,
- * and the ranks of one model. A communicator takes NCCL time and memory, so that the two others, of
- * DATA and another axis, are made when they are asked for. */
+/* Split the ranks along the axes that strategies and models use: each axis, also an axis of one
+ * rank, and the ranks of one model. A communicator costs NCCL time and memory: the two others, DATA
+ * with a second axis, are made at the first call that asks for them. */
 DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
                                             dtrain_mesh **out)
 {
@@ -94,7 +94,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
     dtrain_mesh_desc own;
     DTRAIN__TRY(dtrain__take(dtrain__abi_of(world), DTRAIN__ABI_mesh_desc, desc, &own));
     desc = &own;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
+    DTRAIN__GIVEN("dtrain_mesh_create", out);
     *out = NULL;
     if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -110,7 +110,7 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
         const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
         result = dtrain__same(all, result, "dtrain_mesh_create", &list, 1);
     }
-    if (mesh && result == DTRAIN_OK) { /* what ranks resolve alike, they refuse alike */
+    if (mesh && result == DTRAIN_OK) { /* all ranks resolve alike, and refuse alike */
         dtrain_mesh_info *info = &mesh->info;
         mesh->world = world;
         mesh->all = all;
@@ -152,7 +152,7 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
 {
     if (!mesh) return;
     const dtrain_allocator allocator = mesh->allocator;
-    if (mesh->all) mesh->all->axis = NULL; /* it was there before */
+    if (mesh->all) mesh->all->axis = NULL; /* the communicator is older than the mesh */
     for (int axes = DTRAIN_AXIS_ALL; axes >= 0; axes--)
         if (mesh->comms[axes] != mesh->all) dtrain_comm_destroy(mesh->comms[axes]);
     dtrain__free(&allocator, mesh, 1, sizeof *mesh);
@@ -175,7 +175,7 @@ DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
 {
     if (!mesh || !mesh->all) return NULL;
     axes = dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL);
-    (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* it stays NULL after an error */
+    (void)dtrain__mesh_split((dtrain_mesh *)mesh, axes); /* NULL after an error */
     return mesh->comms[axes];
 }
 

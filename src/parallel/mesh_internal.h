@@ -1,4 +1,4 @@
-/* Who shares what with this rank: groups, made of a mesh or of a world. */
+/* Groups: who shares what with this rank, by a mesh or by the world. */
 
 #pragma once
 
@@ -7,15 +7,15 @@
 #include "parallel/mesh.h"
 
 struct dtrain_mesh {
-    dtrain_world *world; /* NULL: a plan */
+    dtrain_world *world; /* NULL: a mesh for plans */
     dtrain_allocator allocator;
     dtrain_mesh_info info;
-    dtrain_comm *all;                        /* desc.comm, or the world's */
-    dtrain_comm *comms[DTRAIN_AXIS_ALL + 1]; /* by the sum of the axes that have several ranks */
+    dtrain_comm *all;                        /* desc.comm, or the world's communicator */
+    dtrain_comm *comms[DTRAIN_AXIS_ALL + 1]; /* index: sum of the axes that have several ranks */
 };
 
-/* Fill the groups of a mesh; where it is NULL those of ranks that hold a whole model each: comm, or
- * where that is NULL too the world's. */
+/* Fill the groups of a mesh. mesh NULL: every rank holds a whole model, and the group is comm, or
+ * the world's communicator if comm is NULL too. */
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
                                                    dtrain_comm *comm);
 /* Return the info of a mesh; zeros for NULL. */

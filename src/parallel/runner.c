@@ -1,20 +1,24 @@
 /* Running a schedule
  *
- * A rank walks its own list. Messages are asynchronous: RECEIVE starts one and goes on; the action
- * that needs it waits, and so do the actions that would overwrite what is still being sent:
+ * A rank works through its list of actions. Messages are asynchronous: RECEIVE starts a receive and
+ * returns, and the action that needs the message waits for it. An action that would overwrite
+ * memory that is still being sent waits for the send:
  *
  *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 SEND_GRADIENT 1 . . . SEND_GRADIENT 4
  *     starts            waits      starts         waits for  starts                waits for
- *     (waits for the inbox' last)                 SEND 1                           SEND_GRADIENT 1
+ *     (waits for the last receive                 SEND 1                           SEND_GRADIENT 1
+ *     of this inbox)                                                               (the same slot)
  *
- * What SEND sends can lie in the pass's inbox, where a stage only passes it on. The backward gives
- * the inbox back, and a gradient that came back says that it was taken; but there may be none.
+ * SEND can read the pass's inbox, if the stage only passes a tensor on. BACKWARD frees the inbox. A
+ * received gradient proves that the next stage has taken the tensor; but there may be no gradient,
+ * so BACKWARD waits for SEND.
  *
- * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
- * be after the slot's next BACKWARD. Only the next SEND_GRADIENT of the slot waits for it.
+ * A gradient to send has separate memory for each slot: the peer receives it after its current
+ * computation, perhaps after the next BACKWARD in this slot. Only the next SEND_GRADIENT of the
+ * slot waits for it.
  *
- * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
- * several parts each. The first run allocates that table, and leaves it in the schedule. */
+ * So a table holds the works of each slot and of each inbox: two receives and two sends, of several
+ * parts each. The first run allocates the table and keeps it in the schedule. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -25,7 +29,7 @@
 #include "world/timeline_internal.h"
 #include "parallel/schedule_internal.h"
 
-#define DTRAIN__PARTS_MOST 16 /* of a message */
+#define DTRAIN__PARTS_MOST 16 /* most parts of a message */
 
 typedef struct dtrain__message {
     dtrain_work *works[DTRAIN__PARTS_MOST];
@@ -37,11 +41,11 @@ typedef struct dtrain__runner {
     dtrain_comm *comm;
     const dtrain_pipeline_work *work;
     int rank;
-    dtrain__message *messages; /* (count) four of a slot and of an inbox with one number */
+    dtrain__message *messages; /* (count) four for each number of a slot or inbox */
     size_t count;
 } dtrain__runner;
 
-/* Return the last message that an act has started with an action's slot, or inbox. */
+/* Return the last message of kind `act` that was started with an action's slot or inbox. */
 static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
                                            const dtrain_pipeline_action *action)
 {
@@ -49,7 +53,7 @@ static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t a
     return &run->messages[4 * (size_t)place + act - DTRAIN_PIPELINE_ACT_SEND];
 }
 
-/* Wait for all parts of a message; return the first error, after all are given back. */
+/* Wait for all parts of a message, which frees them, also after an error. Return that error. */
 static dtrain_result dtrain__message_wait(dtrain__message *message)
 {
     dtrain_result first = DTRAIN_OK;
@@ -90,12 +94,12 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
         message->count = i + 1;
     }
     if (!run->comm->ops->launch_ordered || !message->count) return DTRAIN_OK;
-    bool done; /* NCCL's communicator would collect messages until one is waited for */
+    bool done; /* NCCL's communicator would hold messages back until one is waited for */
     return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
-/* Wait for what a computation needs, and for what it would overwrite; then do it, in a span: a
- * trace shows passes as a drawing of the schedule does. */
+/* Compute, after waiting for what the computation reads and overwrites. Record a span: a trace then
+ * shows passes as a drawing of the schedule does. */
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
@@ -121,7 +125,7 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     return result;
 }
 
-/* Add to the last error where in the schedule this rank was. */
+/* Add this rank's place in the schedule to the last error. */
 static dtrain_result dtrain__run_place(const dtrain__runner *run,
                                        const dtrain_pipeline_action *action, dtrain_result result)
 {
@@ -135,9 +139,9 @@ static dtrain_result dtrain__run_place(const dtrain__runner *run,
                        dtrain__bare(dtrain_last_error()));
 }
 
-/* Fail on all ranks, and give back what is under way. An error that the communicator has had before
- * stands instead of this rank's: another rank's, or that one was late or has died. It came to light
- * in this action. */
+/* Fail on all ranks, and free the works under way. An error that the communicator already has
+ * stands instead of this rank's: the error of another rank, or of a rank that was late or has died.
+ * Add this rank's place to that error too. */
 static dtrain_result dtrain__run_fail(const dtrain__runner *run,
                                       const dtrain_pipeline_action *action, dtrain_result result)
 {
@@ -149,7 +153,7 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
     if (strncmp(stands, text, strlen(stands)) != 0) dtrain__run_place(run, action, result);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
-    return dtrain__set_last_error(result, text); /* waiting has left another one */
+    return dtrain__set_last_error(result, text); /* waiting has left another error */
 }
 
 DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
@@ -177,7 +181,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.work = work;
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
 
-    /* room in the schedule for this rank's messages: all of an earlier run are over */
+    /* memory in the schedule for this rank's messages: all messages of an earlier run have ended */
     dtrain__run_memory *memory = &schedule->memory[run.rank];
     dtrain__pipeline_room(schedule, run.rank, &slots, &inboxes);
     run.count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
@@ -190,7 +194,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.messages = (dtrain__message *)memory->messages;
     if (!run.messages) return DTRAIN_ERROR_MEMORY;
 
-    /* walk the list, and wait for what is still being sent */
+    /* work through the list, and wait for the sends under way */
     for (size_t i = schedule->first[run.rank]; i < schedule->first[run.rank + 1] && !result; i++) {
         action = &schedule->actions[i];
         result = dtrain__is_message(action) ? dtrain__message_start(&run, action)

@@ -8,9 +8,9 @@
 #include "parallel/chunks_internal.h"
 #include "parallel/pipeline.h"
 
-#define DTRAIN__PASSES_MOST (1 << 22) /* of all ranks: ranks * chunks * micro-batches */
+#define DTRAIN__PASSES_MOST (1 << 22) /* most passes of all ranks: ranks * chunks * micro-batches */
 
-/* The messages of a rank that are under way: kept from run to run, one for each rank, so that ranks
+/* Memory for the messages of one rank, kept from run to run. Each rank has its own, so that ranks
  * that are threads can share a schedule. */
 typedef struct dtrain__run_memory {
     void *messages;

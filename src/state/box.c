@@ -1,13 +1,12 @@
 /* Boxes
  *
- * A piece is a run of the elements of a box (state.h). Row-major order is the order of coordinates,
- * compared axis by axis, and so it is the same order in a tensor, in a box of it, and in a box of
- * that box. Three things follow, and nothing else is needed:
+ * A piece is a run of the elements of a box (state.h). Row-major order compares coordinates axis by
+ * axis, so it is the same order in a tensor, in a box of the tensor, and in a box of that box.
+ * Three facts follow, and the code needs no others:
  *
- *     - the elements that a box shares with a run of a larger box are a run again: what is between
- *       two elements of the larger one is between two elements of the smaller one
- *     - so two pieces have a piece in common: the box where their boxes meet, and the run where
- *       both runs meet in it
+ *     - a smaller box shares a run of its elements with a run of a larger box, because both boxes
+ *       have the same order
+ *     - two pieces share a piece: the box where their boxes meet, and the run where both runs meet
  *     - a place in one box becomes a place in another by counting the elements before it */
 
 #include "core/platform_internal.h"
@@ -38,7 +37,7 @@ DTRAIN__PRIVATE dtrain_piece dtrain__piece_whole(const int64_t shape[4])
     return piece;
 }
 
-/* Compare without a sum that could overflow: the numbers may come from a file. */
+/* Compare without a sum that can overflow, because the numbers can come from a file. */
 DTRAIN__PRIVATE bool dtrain__piece_fits(const dtrain_piece *piece, const int64_t shape[4])
 {
     for (int d = 0; d < DTRAIN__AXES; d++)
@@ -50,8 +49,8 @@ DTRAIN__PRIVATE bool dtrain__piece_fits(const dtrain_piece *piece, const int64_t
            piece->offset <= count - piece->count;
 }
 
-/* Return how many elements of the box of `part` come before element `index` of the box of
- * `whole`. index may be the number of its elements. */
+/* Count the elements of the box of `part` that come before element `index` of the box of `whole`.
+ * index can be the number of elements of `whole`. */
 static int64_t dtrain__box_before(const dtrain_piece *part, const dtrain_piece *whole,
                                   int64_t index)
 {
@@ -113,8 +112,8 @@ DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtr
     return dtrain__box_before(piece, part, i) - piece->offset;
 }
 
-/* A row of the part follows the row before it where the part is as long as the piece in all axes
- * after the one that is counted. */
+/* Rows of the part follow one another in the piece as long as both have the same length along all
+ * later axes. */
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i)
 {

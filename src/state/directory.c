@@ -1,16 +1,15 @@
 /* Directories of checkpoints: names, order, publishing, removal
  *
- *     step-000000001000        a checkpoint
+ *     step-000000001000        a whole checkpoint: the name says so
  *     step-000000001000.tmp    a checkpoint that is being written or removed; it is never read
- *     step-000000001000.old    a checkpoint that is being replaced; it counts while the step has no
+ *     step-000000001000.old    a checkpoint that is being replaced; it is read if the step has no
  *                              other
- *     latest                   the name of the newest
- *     aside-1                  checkpoints of another history than the directory's
+ *     latest                   the name of the newest checkpoint
+ *     aside-1                  checkpoints that do not belong to the history of the directory
  *
- * The order of a save makes it safe against the loss of power at any moment: a name is given by a
- * rename, after all files below it are on the disk, and the directory above is brought to the disk
- * after that. A checkpoint that goes is renamed to step-N.tmp before its files are removed. Nothing
- * is removed but names that this file writes. */
+ * A loss of power at any moment leaves whole checkpoints: the rename to step-N comes after the sync
+ * of all files in the directory, and the sync of the parent comes after the rename. To remove a
+ * checkpoint, the library first renames it to step-N.tmp. It removes only names that it writes. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -20,7 +19,7 @@
 #include "state/storage_internal.h"
 
 #define DTRAIN__STEP_PREFIX "step-"
-#define DTRAIN__STEP_DIGITS 12 /* at least: names are in the order of their steps */
+#define DTRAIN__STEP_DIGITS 12 /* at least; names sort by step */
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
@@ -31,17 +30,17 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder
                            (long long)step, suffix);
 }
 
-/* Tell whether checkpoints have files of this name. */
+/* Tell whether a checkpoint can have a file of this name. */
 static bool dtrain__is_ours(const char *name)
 {
-    const size_t prefix = sizeof "model-" - 1; /* of as many bytes as "state-" */
+    const size_t prefix = sizeof "model-" - 1; /* as long as "state-" */
     if (strcmp(name, "manifest.json") == 0) return true;
     if (strncmp(name, "model-", prefix) != 0 && strncmp(name, "state-", prefix) != 0) return false;
     const char *end = name + prefix + strspn(name + prefix, "0123456789-");
     return strcmp(end, ".safetensors") == 0 || strcmp(end, ".tmp") == 0;
 }
 
-/* Return the path of a checkpoint in a list. */
+/* Return the path of the checkpoint that a list names by its key. */
 DTRAIN__PRIVATE dtrain__file_path dtrain__key_path(const dtrain__folder *folder, int64_t key)
 {
     return dtrain__step_path(folder, key / 2, key % 2 ? "" : ".old");
@@ -73,8 +72,8 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-/* List the directories of steps that have a suffix: "" for checkpoints, those that are being
- * replaced included. After an error nothing is left to free. */
+/* List the step directories that have a suffix. "" lists checkpoints, also those that are being
+ * replaced. After an error the list needs no free. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
@@ -91,7 +90,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, c
     return DTRAIN_OK;
 }
 
-/* Free a list; one that was never made is empty. */
+/* Free a list; zeros are an empty list. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
     dtrain__free(steps->allocator, steps->keys, steps->room, sizeof *steps->keys);
@@ -106,16 +105,15 @@ static void dtrain__list_name(void *names, const char *name)
     dtrain__text_append((dtrain__text *)names, name, strlen(name) + 1);
 }
 
-/* Remove a checkpoint, or a directory that is none any more, or not yet, with all that is in it,
- * unless something in it is not ours. A checkpoint is renamed first: a crash in the middle leaves a
- * step-N.tmp. */
+/* Remove a step directory with its files. Fail if it has a file that the library does not write. A
+ * checkpoint (suffix "") is renamed first, so that a crash leaves a step-N.tmp. */
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step,
                                                   const char *suffix)
 {
     const dtrain_storage *storage = folder->storage;
     const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
     const dtrain__file_path tmp = dtrain__step_path(folder, step, *suffix ? suffix : ".tmp");
-    dtrain__text names; /* each with a 0 after it */
+    dtrain__text names; /* each ends with a 0 */
     memset(&names, 0, sizeof names);
     names.allocator = folder->allocator;
     const int code = storage->list(storage->user, path.text, dtrain__list_name, &names);
@@ -137,9 +135,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, 
     return result == DTRAIN_OK ? dtrain__storage_remove(storage, tmp.text) : result;
 }
 
-/* Clear away what saves, or removals, have left unfinished. A checkpoint that was being replaced is
- * removed if the new one has its name, and gets the name back if a crash came between the two
- * renames of dtrain__publish_step. */
+/* Remove what an interrupted save or removal has left. A step-N.old is removed if step-N exists;
+ * otherwise a crash came between the two renames of dtrain__publish_step, and it gets its name
+ * back. */
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
     dtrain__steps list;
@@ -164,21 +162,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Write the name of the newest checkpoint, for people and scripts: the library does not read it. */
+/* Write the name of the newest checkpoint to `latest`, for people and scripts; the library never
+ * reads it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
     const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
     const dtrain__file_path tmp = dtrain__path_in(folder->path, "latest.tmp");
     const dtrain__file_path path = dtrain__step_path(folder, step, "\n");
     const char *name = path.text + strlen(folder->path) + 1;
-    DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
+    DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* left by a crash */
     DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
     return dtrain__storage_rename(folder->storage, tmp.text, latest.text);
 }
 
-/* Move the checkpoints of later steps than `above`, from which a run continues without them, to a
- * new folder; *aside is its path, or "" when there are none. The newest goes last: a crash before
- * that leaves it the newest, and a crash after it leaves the one at `above` or before. */
+/* Move the checkpoints of steps later than `above` to a new folder, and set *aside to its path, or
+ * to "" if there are none. The newest moves last, so a crash in the middle leaves it the newest. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
                                                 dtrain__file_path *aside)
 {
@@ -209,8 +207,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
-/* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. A checkpoint that the
- * step has becomes step-N.old, which gets its name back after a crash before the 2nd rename. */
+/* Rename step-N.tmp, whose files are on the disk, to step-N, and so make it a checkpoint. If step-N
+ * exists, it becomes step-N.old and is removed afterwards. */
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
     const dtrain_storage *storage = folder->storage;

@@ -1,12 +1,12 @@
 /* Whole weights
  *
- *     a list      which parameters a file has, by which name and in which shape
+ *     list        choose the parameters of a file, with their names and shapes
  *     export      all ranks gather one parameter after the other, and rank 0 writes it
- *     import      every rank: headers | do they fit the model? | read the pieces of this rank |
- *                 publish. Every step ends with an agreement of all ranks
+ *     import      every rank: read headers | compare them with the model | read the pieces of this
+ *                 rank | publish. All ranks agree after each step
  *
- * To import, a tensor of a file is a source, as a piece of a checkpoint is (state/read.c): no rank
- * has more in memory than headers, its own pieces and a block. */
+ * Import reads a tensor as load reads a piece of a checkpoint (state/load.c): a rank has only the
+ * headers, its own pieces and one block in memory. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -22,39 +22,37 @@
 #include "state/export.h"
 #include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
-#include "state/read_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* the largest models have ten MiB */
-#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
+#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; the largest models have 10 MiB */
+#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, with the 0 */
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
-/* A parameter as a file has it. rows x columns of it are stored, in the order that it has in memory
- * when it is whole. */
+/* A parameter in a file. The file stores rows x columns of the whole parameter. */
 typedef struct dtrain__weight {
     const char *name;
-    size_t param; /* its index in the strategy's array */
+    size_t param; /* index in the strategy's array */
     bool transpose;
     int dims;
     int64_t shape[4]; /* in the file */
     int64_t rows, columns, total;
-    const dtrain__stored *stored; /* import: what it is read from; NULL: nothing that fits ... */
-    uint32_t file;                /* ... and the number of the file */
+    const dtrain__stored *stored; /* import: tensor of the file; NULL: none that fits */
+    uint32_t file;                /* import: number of the file */
 } dtrain__weight;
 
 typedef struct dtrain__weights {
     const dtrain_allocator *allocator;
-    const dtrain_param *params; /* (room), the strategy's */
+    const dtrain_param *params; /* (room), array of the strategy */
     dtrain__weight *list;       /* (room), count in use */
     size_t count, room;
 } dtrain__weights;
 
-/* List the weights of a file, with their shapes there: all parameters but aliases and those that
- * are left out. */
+/* List the weights of a file, with their names and shapes. Aliases, and parameters that the caller
+ * names "", are left out. */
 static dtrain_result dtrain__weights_list(const char *call, const dtrain_strategy *strategy,
                                           const dtrain_export_name *names, dtrain__weights *weights)
 {
@@ -117,20 +115,19 @@ typedef struct dtrain__export {
     char tmp[DTRAIN__PATH];
     dtrain__weights weights;
     dtrain__text header;
-    float *value; /* (most) the parameter that is being written */
+    float *value; /* (most) whole value of one parameter */
     size_t most;
-    char *block; /* (BLOCK) of rank 0, which writes; NULL on the others */
-    int file;    /* of rank 0; -1: it is not open */
-    uint64_t at; /* bytes of it that are written */
+    char *block; /* (BLOCK) rank 0, which writes; NULL on other ranks */
+    int file;    /* rank 0: open file; -1: none */
+    uint64_t at; /* bytes written so far */
 } dtrain__export;
 
 static const char dtrain__export_call[] = "dtrain_checkpoint_export";
 
-/* Make the header. It would not be readable with a name that no file can have, or that two
- * parameters have. */
+/* Write the header. Fail if a name cannot be stored, or if two parameters have the same name. */
 static dtrain_result dtrain__export_header(dtrain__export *e)
 {
-    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
+    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers refuses a file without */
     char why[DTRAIN__ERROR_BYTES];
     uint64_t at = 0;
     for (size_t i = 0; i < e->weights.count; i++) {
@@ -151,7 +148,7 @@ static dtrain_result dtrain__export_header(dtrain__export *e)
                        why);
 }
 
-/* Do everything local that can fail before values are gathered. */
+/* Do all local work that can fail, before values are gathered. */
 static dtrain_result dtrain__export_prepare(dtrain__export *e)
 {
     DTRAIN__TRY(dtrain__between_backwards(e->strategy, dtrain__export_call));
@@ -182,12 +179,12 @@ static dtrain_result dtrain__export_write(dtrain__export *e, const void *from, s
     return DTRAIN_OK;
 }
 
-/* Write the value of a weight, block by block, converted and in the order of the file. */
+/* Convert the value of a weight, and write it block by block in the order of the file. */
 static dtrain_result dtrain__export_weight(dtrain__export *e, const dtrain__weight *weight)
 {
     const size_t each = dtrain__stored_bytes(e->desc.dtype);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / each);
-    int64_t row = 0, column = 0; /* of the element that comes next */
+    int64_t row = 0, column = 0; /* of the next element */
     for (int64_t done = 0; done < weight->total; done += most) {
         const int64_t count = dtrain__min(most, weight->total - done);
         for (int64_t i = 0; i < count; i++) {
@@ -204,9 +201,9 @@ static dtrain_result dtrain__export_weight(dtrain__export *e, const dtrain__weig
     return DTRAIN_OK;
 }
 
-/* Gather and write one parameter after the other. The other ranks learn of an error of rank 0's
- * disk at the end only, and gather until then: this costs no more than success. A file that an
- * interrupted export has left is replaced. */
+/* Gather and write one parameter after the other. If the disk of rank 0 fails, the other ranks
+ * learn of it only after they have gathered all parameters. A file that an interrupted export has
+ * left is replaced. */
 static dtrain_result dtrain__export_values(dtrain__export *e)
 {
     const dtrain_storage *storage = e->desc.storage;
@@ -264,19 +261,19 @@ typedef struct dtrain__import {
     dtrain_state *state;
     dtrain_import_desc desc; /* resolved */
     const char *path;
-    char index[DTRAIN__PATH]; /* the path of the index, if there is one */
+    char index[DTRAIN__PATH]; /* path of the index, if the import reads one */
     dtrain__weights weights;
     dtrain__weight_file *files; /* (file_room), file_count in use */
     uint32_t file_count;
-    size_t file_room, tensor_count; /* of all files */
+    size_t file_room, tensor_count; /* tensor_count: tensors in all files */
     dtrain__reader reader;
-    dtrain_import_info info; /* of a success */
+    dtrain_import_info info; /* result of a success */
 } dtrain__import;
 
 static const char dtrain__import_call[] = "dtrain_checkpoint_import";
 
-/* Read the header of a file, unless it has been read. The search begins with the last file: an
- * index mostly names a file several times in a row. */
+/* Read the header of a file, unless it has been read. The search begins at the last file, because
+ * an index mostly names a file several times in a row. */
 static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
@@ -293,7 +290,7 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
     return DTRAIN_OK;
 }
 
-/* Read the index, and the headers of the files beside it that its weight_map names. */
+/* Read the index, and the headers of the files that its weight_map names. */
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
     const dtrain_allocator *allocator = &im->state->allocator;
@@ -305,7 +302,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
-    dtrain_result result = DTRAIN_OK; /* of files */
+    dtrain_result result = DTRAIN_OK; /* of reading headers */
     (void)dtrain__json_enter(&json, '{');
     while (result == DTRAIN_OK && dtrain__json_member(&json, key, sizeof key)) {
         if (strcmp(key, "weight_map") != 0) {
@@ -355,36 +352,36 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
     snprintf(text + used, 64 - used, "]");
 }
 
-/* Describe a tensor of a file, all of it, as a source. */
-static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t file,
-                                            const dtrain__stored *stored)
+/* Describe a tensor of a file as a piece without checksums. The caller sets the box. */
+static dtrain__held dtrain__import_held(const dtrain__import *im, uint32_t file,
+                                        const dtrain__stored *stored)
 {
-    dtrain__source source;
-    memset(&source, 0, sizeof source);
-    source.path = im->files[file].path;
-    source.at = im->files[file].header.data + stored->begin;
-    source.kind = "value";
-    source.name = stored->name;
-    source.dtype = stored->dtype;
-    return source;
+    dtrain__held held;
+    memset(&held, 0, sizeof held);
+    held.at = (int64_t)(im->files[file].header.data + stored->begin);
+    held.tensor.kind = DTRAIN_STATE_VALUE;
+    held.tensor.name = stored->name;
+    held.tensor.dtype = stored->dtype;
+    return held;
 }
 
-/* Compare the bytes of two tensors that this run has tied, half a block of each at once. */
+/* Compare the bytes of two tensors that are one tied parameter in this run, half a block of each at
+ * a time. */
 static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
                                          const dtrain__stored *other, uint32_t file)
 {
-    dtrain__source source[2] = {dtrain__import_source(im, weight->file, weight->stored),
-                                dtrain__import_source(im, file, other)};
+    dtrain__held held[2] = {dtrain__import_held(im, weight->file, weight->stored),
+                            dtrain__import_held(im, file, other)};
     const int64_t bytes = (int64_t)(other->end - other->begin), half = DTRAIN__BLOCK / 2;
     char *const block = im->reader.block;
     bool same = weight->stored->dtype == other->dtype &&
                 weight->stored->end - weight->stored->begin == (uint64_t)bytes;
-    source[0].dtype = source[1].dtype = DTRAIN__STORED_U8;
+    held[0].tensor.dtype = held[1].tensor.dtype = DTRAIN__STORED_U8;
     for (int64_t done = 0; done < bytes && same; done += half) {
         const int64_t count = dtrain__min(bytes - done, half);
         for (int i = 0; i < 2; i++)
-            DTRAIN__TRY(dtrain__elements_read(&im->reader, &source[i], false, done, count,
-                                              block + i * half));
+            DTRAIN__TRY(dtrain__elements_read(&im->reader, im->files[i ? file : weight->file].path,
+                                              &held[i], false, done, count, block + i * half));
         same = memcmp(block, block + half, (size_t)count) == 0;
     }
     if (same) return DTRAIN_OK;
@@ -394,8 +391,8 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
                        im->path, dtrain__short(weight->stored->name), dtrain__short(other->name));
 }
 
-/* Find a parameter by its name and by its aliases' names, in any file, with the prefix before the
- * name if it is not there without. Rank 0 compares the aliases with one another. */
+/* Find a parameter in the files, by its name and by the names of its aliases, first without and
+ * then with the prefix. Rank 0 compares the bytes of aliases. */
 static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
 {
     const dtrain_param *first = &im->weights.params[weight->param], *param = first;
@@ -428,8 +425,8 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
     return DTRAIN_OK;
 }
 
-/* Compare the tensors of the files with the parameters, and name the differences. Tensors that
- * belong to no parameter count as extra, unless desc.ignore names them. */
+/* Compare the tensors of the files with the parameters, and name the differences. A tensor without
+ * a parameter counts as extra, unless desc.ignore names it. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -476,24 +473,26 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Import: values ---------------------------------------------------------------------------*/
 
-/* Read what a transposed weight has of the columns of a piece, and keep the piece: (row, column)
- * in memory is (column, row) in the file. Rows that the file lacks become zero. */
+/* Read a piece of a transposed weight: (row, column) in memory is (column, row) in the file. All
+ * rows of the piece's columns are read, and the piece is kept. Rows that the file lacks become
+ * zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
-                                               const dtrain__source *source,
+                                               const dtrain__held *held,
                                                const dtrain_state_tensor *tensor)
 {
     const dtrain_piece *piece = &tensor->piece;
     const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const size_t bytes = (size_t)piece->count * sizeof(float);
     const int64_t end = (piece->first[1] + piece->length[1]) * weight->rows; /* in the file */
-    int64_t row = 0, column = piece->first[1]; /* in memory, of the next element in it */
+    int64_t row = 0, column = piece->first[1]; /* in memory, of the next element of the file */
     dtrain_result result = DTRAIN_OK;
     float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
     if (!to) return DTRAIN_ERROR_MEMORY;
     for (int64_t at = column * weight->rows; at < end && result == DTRAIN_OK; at += block) {
         const int64_t count = dtrain__min(end - at, block);
-        result = dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32, at,
-                                       count, im->reader.block);
+        result = dtrain__elements_read(&im->reader, im->files[weight->file].path, held,
+                                       held->tensor.dtype != DTRAIN_DTYPE_F32, at, count,
+                                       im->reader.block);
         for (int64_t i = 0; i < count; i++) {
             const int64_t r = row - piece->first[0], c = column - piece->first[1];
             const int64_t place = r * piece->length[1] + c - piece->offset;
@@ -508,8 +507,8 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     return result;
 }
 
-/* Do everything that can fail before values change: read all headers, of the file or of the files
- * of the index that the path leads to, and compare. */
+/* Do all work that can fail before values change: read the headers of the file, or of all files of
+ * the index, and compare them with the model. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     const dtrain_strategy *strategy = im->state->desc.strategy;
@@ -530,38 +529,39 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     return dtrain__import_compare(im);
 }
 
-/* Read this rank's pieces of all weights. The state's list begins with pieces of values, in the
- * order of the parameters, and has the parameters' own names. Rows that the file lacks come last
- * and become zero. */
+/* Read this rank's pieces of all weights. The state lists values first, in the order of the
+ * parameters, and keeps pointers to the parameters' names. Rows that the file lacks are the last
+ * rows, and become zero. */
 static dtrain_result dtrain__import_values(dtrain__import *im)
 {
     const dtrain_state *state = im->state;
     const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
-        const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, 0};
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
-        const dtrain__weight *next = weight; /* after weights of other stages */
+        const dtrain__weight *next = weight; /* skips weights of other stages */
         while (next < end && tensor->name != im->weights.params[next->param].name) next++;
         if (next == end) continue;
         weight = next;
         if (!weight->stored || !tensor->piece.count) continue;
-        dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
-        source.piece = dtrain__piece_whole(tensor->shape);
-        source.piece.length[0] = weight->rows;
-        source.piece.count = dtrain__box_count(&source.piece);
+        dtrain__held held = dtrain__import_held(im, weight->file, weight->stored);
+        dtrain_piece *const whole = &held.tensor.piece;
+        *whole = dtrain__piece_whole(tensor->shape);
+        whole->length[0] = weight->rows;
+        whole->count = dtrain__box_count(whole);
         if (weight->transpose) {
-            DTRAIN__TRY(dtrain__import_transposed(im, weight, &source, tensor));
+            DTRAIN__TRY(dtrain__import_transposed(im, weight, &held, tensor));
             continue;
         }
-        const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
+        const int64_t stored = dtrain__piece_place(&tensor->piece, whole, weight->total);
         if (stored < tensor->piece.count) memset(im->reader.block, 0, DTRAIN__BLOCK);
         for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
             count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
             DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + at,
                                            im->reader.block, (size_t)count * sizeof(float)));
         }
-        DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
+        DTRAIN__TRY(
+            dtrain__piece_read(&im->reader, im->files[weight->file].path, &held, tensor, 0));
     }
     return DTRAIN_OK;
 }
@@ -583,7 +583,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
-        dtrain__notes_of(state->desc.strategy)->torn = dtrain__import_call;
+        dtrain__notes_of(state->desc.strategy)->failed_load = dtrain__import_call;
         result = dtrain__agree(state->comm, dtrain__import_values(&im));
     }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);

@@ -7,20 +7,13 @@
  *      "settings": {"seed": "1337", ...},
  *      "headers": "8a9136aa62a8ab4346dd794e113fdb5c", "crc32c": "e3069283"}
  *
- * A float is stored as its bits. "run" numbers the history that this checkpoint continues, and
- * "job" one start of a launcher with all its restarts; 0 = unknown. The last member is the seal:
- * the checksum of all bytes before its comma. A text with a correct seal is still checked like any
- * input.
+ * A float is stored as its bits. "run" is the number of the history that this checkpoint continues.
+ * "job" is the number of one start of a launcher, with all its restarts; 0 = unknown. The last
+ * member is the checksum of all bytes before its comma. A text with a correct checksum is still
+ * checked like any input.
  *
- * What the files hold is said in their headers (state/safetensors.c) and nowhere else; "headers"
- * has the checksums of the headers of all ranks, model-00000, state-00000, model-00001 and so on.
- * In the metadata of its file, a piece is described by a text:
- *
- *     "piece:exp_avg.wte[0:16384]": "1 0 256 128 0 0 0 0 0 0 256 128 0 0 0 16384 8a9136aa wte"
- *
- * These are: kind of the tensor, 1 if every rank has its own, 4 numbers of the tensor's shape, the
- * piece (first index of its box on each of 4 axes, 4 lengths, first element and length of its run),
- * the checksum of each block of DTRAIN__BLOCK bytes, the name of the tensor. */
+ * The headers of the files say what the files hold (state/pieces.c). "headers" has the checksums of
+ * the headers of all ranks: model-00000, state-00000, model-00001 and so on. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -31,7 +24,6 @@
 #include "world/world_internal.h"
 #include "strategy/query.h"
 #include "strategy/view_internal.h"
-#include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
@@ -40,11 +32,10 @@
 #define DTRAIN__MANIFEST_VERSION 3
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
-#define DTRAIN__HEX "0123456789abcdef"
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-/* Write an object of strings. */
+/* Write settings as an object of strings. */
 static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
 {
     dtrain__text_add(text, ",\n \"%s\": {", name);
@@ -55,7 +46,7 @@ static void dtrain__write_settings(dtrain__text *text, const char *name, const c
     dtrain__text_add(text, "}");
 }
 
-/* Write a manifest up to the checksums of headers. */
+/* Write a manifest up to "headers", whose checksums follow. */
 DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
     const dtrain_state *state = c->desc.state;
@@ -81,7 +72,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain__text_add(text, ",\n \"headers\": \"");
 }
 
-/* End the manifest, and its list of checksums, with the checksum of what there is of it. */
+/* End "headers" and the manifest, with the checksum of its text. */
 DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 {
     dtrain__text_add(text, "\"");
@@ -91,7 +82,7 @@ DTRAIN__PRIVATE void dtrain__manifest_seal(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Decode a string where it is in the text: it becomes no longer by that. */
+/* Decode a string in place: it gets no longer. */
 static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const char **text)
 {
     (void)dtrain__json_peek(json);
@@ -100,7 +91,7 @@ static bool dtrain__read_text(dtrain__manifest *m, dtrain__json *json, const cha
     return dtrain__json_string(json, here, (size_t)(json->end - json->at));
 }
 
-/* Step over an object that is read later. */
+/* Skip an object, and remember where it begins. */
 static bool dtrain__read_later(dtrain__json *json, const char **object)
 {
     (void)dtrain__json_peek(json);
@@ -108,8 +99,8 @@ static bool dtrain__read_later(dtrain__json *json, const char **object)
     return dtrain__json_skip(json);
 }
 
-/* Read the text of a manifest, the seal first. Other members than these are skipped: people, or a
- * later library, may have added some. */
+/* Check the checksum of a manifest, then read its members. Unknown members are skipped: people or a
+ * later library can add some. */
 static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
     const size_t seal = (size_t)dtrain__max((int64_t)m->text_bytes - DTRAIN__SEAL_BYTES, 0);
@@ -153,7 +144,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
                        path, (long long)m->step, (long long)m->ranks, digits);
 }
 
-/* Read the manifest of a checkpoint, without headers. After an error nothing is to be freed. */
+/* Read the manifest of a checkpoint, but no headers. After an error it needs no free. */
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {
@@ -176,127 +167,7 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
     const dtrain_allocator *allocator = m->folder->allocator;
     for (size_t f = 0; f < m->file_count; f++) dtrain__safetensors_free(&m->files[f]);
     dtrain__free(allocator, m->files, m->file_count, sizeof *m->files);
-    dtrain__free(allocator, m->tensors, m->piece_count, sizeof *m->tensors);
     dtrain__free(allocator, m->pieces, m->piece_room, sizeof *m->pieces);
     dtrain__free(allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
-}
-
-/* ---- Headers ----------------------------------------------------------------------------------*/
-
-/* Return the path of a rank's file: values (0) or all else (1). */
-DTRAIN__PRIVATE dtrain__file_path dtrain__tensors_path(const char *checkpoint, int which,
-                                                       int64_t rank)
-{
-    return dtrain__path_in(checkpoint, "%s-%05d.safetensors", which ? "state" : "model", (int)rank);
-}
-
-/* List the pieces of a file, the number `f`, by the descriptions in its metadata. */
-static dtrain_result dtrain__pieces_list(dtrain__manifest *m, const char *path, size_t f)
-{
-    const dtrain_allocator *allocator = m->folder->allocator;
-    const dtrain__tensor_file *file = &m->files[f];
-    const size_t prefix = sizeof DTRAIN__PIECE_KEY - 1, before = m->piece_count;
-    const char *value;
-    for (const char *key = file->metadata; key < file->metadata_end;
-         key = value + strlen(value) + 1) {
-        dtrain__held held;
-        dtrain_state_tensor *tensor = &held.tensor;
-        int64_t numbers[16] = {0}; /* kind, own, shape, piece */
-        bool fits = true;
-        value = key + strlen(key) + 1;
-        if (strncmp(key, DTRAIN__PIECE_KEY, prefix) != 0) continue;
-        dtrain__stored *stored = dtrain__safetensors_find(file, key + prefix);
-        dtrain__json json = dtrain__json_begin(path, value, strlen(value));
-        json.inside = key;
-        if (!stored || stored->user)
-            dtrain__json_fail(&json, "there is no such tensor, or it is described twice");
-        for (int i = 0; i < 16; i++) (void)dtrain__json_count(&json, &numbers[i]);
-        if (json.result != DTRAIN_OK || !stored) return json.result;
-        stored->user = m;
-        memset(&held, 0, sizeof held);
-        held.rank = (int64_t)(f / 2);
-        held.at = (int64_t)(file->data + stored->begin);
-        tensor->kind = (uint32_t)numbers[0];
-        tensor->own = numbers[1] != 0;
-        tensor->dtype = stored->dtype;
-        memcpy(tensor->shape, numbers + 2, sizeof tensor->shape);
-        memcpy(&tensor->piece, numbers + 6, sizeof tensor->piece);
-        tensor->total = 1;
-        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
-            fits = fits && (!tensor->shape[d] || tensor->total <= INT64_MAX / 8 / tensor->shape[d]);
-            if (fits) tensor->total *= tensor->shape[d];
-        }
-        if (!fits || numbers[0] >= DTRAIN_STATE_KINDS || stored->dtype > DTRAIN_STATE_BYTES ||
-            (numbers[0] == DTRAIN_STATE_VALUE) != (f % 2 == 0) ||
-            !dtrain__piece_fits(&tensor->piece, tensor->shape))
-            return dtrain__json_fail(&json, "this piece cannot be"), json.result;
-        const uint64_t bytes = (uint64_t)tensor->piece.count * dtrain__state_bytes(stored->dtype);
-        const size_t digits = dtrain__blocks_of(bytes) * DTRAIN__CRC_DIGITS;
-        held.crc = json.at + 1;
-        if (bytes != stored->end - stored->begin || *json.at != ' ' ||
-            strspn(held.crc, DTRAIN__HEX) != digits || held.crc[digits] != ' ' ||
-            !held.crc[digits + 1]) {
-            dtrain__json_fail(&json, "expected %zu digits of checksums and a name, of %llu bytes",
-                              digits, (unsigned long long)bytes);
-            return json.result;
-        }
-        tensor->name = held.crc + digits + 1;
-        if (!dtrain__grow(allocator, (void **)&m->pieces, m->piece_count, &m->piece_room,
-                          sizeof *m->pieces, "the pieces of a checkpoint"))
-            return DTRAIN_ERROR_MEMORY;
-        m->pieces[m->piece_count++] = held;
-    }
-    if (m->piece_count - before == file->count) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s describes %zu of its %zu tensors", path,
-                       m->piece_count - before, file->count);
-}
-
-/* Read the headers of all files, or of those with values, and list what they hold: pieces by
- * tensor, rank of own ones and place; tensors by kind and name. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_tensors(dtrain__manifest *m, bool values_only)
-{
-    const dtrain_allocator *allocator = m->folder->allocator;
-    const size_t count = 2 * (size_t)m->ranks;
-    m->files = (dtrain__tensor_file *)dtrain__alloc(allocator, count, sizeof *m->files,
-                                                    "the headers of a checkpoint");
-    if (!m->files) return DTRAIN_ERROR_MEMORY;
-    m->file_count = count;
-    for (size_t f = 0; f < count; f += values_only ? 2 : 1) {
-        const dtrain__file_path path = dtrain__tensors_path(m->directory, f % 2, (int64_t)(f / 2));
-        DTRAIN__TRY(dtrain__safetensors_read(m->folder->storage, path.text,
-                                             m->headers + DTRAIN__CRC_DIGITS * f, allocator,
-                                             &m->files[f]));
-        DTRAIN__TRY(dtrain__pieces_list(m, path.text, f));
-    }
-    m->tensors = (dtrain__saved_tensor *)dtrain__alloc(allocator, m->piece_count,
-                                                       sizeof *m->tensors, "names of tensors");
-    if (!m->tensors) return DTRAIN_ERROR_MEMORY;
-    if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__held_order);
-    for (size_t i = 0; i < m->piece_count; i += m->tensors[m->tensor_count++].count) {
-        dtrain__saved_tensor *saved = &m->tensors[m->tensor_count];
-        saved->pieces = &m->pieces[i];
-        DTRAIN__TRY(dtrain__entries_count(m->directory, DTRAIN_ERROR_DATA, saved->pieces,
-                                          m->piece_count - i, &saved->count));
-        DTRAIN__TRY(dtrain__pieces_check(m->directory, saved->pieces, saved->count));
-    }
-    return DTRAIN_OK;
-}
-
-static int dtrain__by_kind_and_name(const void *left, const void *right)
-{
-    return dtrain__tensor_order(((const dtrain__saved_tensor *)left)->pieces,
-                                ((const dtrain__saved_tensor *)right)->pieces);
-}
-
-/* Find a tensor; NULL: there is none. */
-DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *m,
-                                                                  uint32_t kind, const char *name)
-{
-    dtrain__held held;
-    const dtrain__saved_tensor key = {&held, 1};
-    held.tensor.kind = kind;
-    held.tensor.name = name;
-    return (const dtrain__saved_tensor *)bsearch(&key, m->tensors, m->tensor_count, sizeof key,
-                                                 dtrain__by_kind_and_name);
 }

@@ -8,9 +8,9 @@
  *                 "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
  *     the rest   values, row-major, little endian; offsets count from here
  *
- * A header that is accepted means the same to every reader: the tensors cover the data without
- * holes or overlaps, no name occurs twice, and sizes are what shapes say. There are two limits of
- * our own: 16 dimensions, and names of 511 bytes without control characters. */
+ * A header that this file accepts means the same to every reader: the tensors cover the data
+ * without holes or overlaps, no name occurs twice, and sizes agree with shapes. The library adds
+ * two limits: 16 dimensions, and names of 511 bytes without control characters. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -30,7 +30,7 @@
 /* The shortest entry of a tensor: "":{"dtype":"U8","shape":[],"data_offsets":[0,1]} and a comma. */
 #define DTRAIN__ENTRY_BYTES 50u
 
-/* Types of the format, in the order of their numbers: those of dtrain_dtype first. */
+/* Types of the format by number; the types of dtrain_dtype come first. */
 static const struct {
     const char *name;
     uint32_t bits;
@@ -55,7 +55,7 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 DTRAIN__PRIVATE void dtrain__safetensors_add(dtrain__text *text, const dtrain__stored *tensor)
 {
-    if (!text->bytes) dtrain__text_add(text, "%8s{", ""); /* the length comes last */
+    if (!text->bytes) dtrain__text_add(text, "%8s{", ""); /* end writes the length */
     dtrain__text_add_string(text, tensor->name);
     dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
     for (int d = 0; d < tensor->dims; d++)
@@ -82,7 +82,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_end(dtrain__text *text, const 
 
 /* ---- Reading: one tensor ----------------------------------------------------------------------*/
 
-/* Read an array of at most `room` numbers, and return how many it has. */
+/* Read an array of at most `room` numbers, and return its length. */
 static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room)
 {
     int count = 0;
@@ -93,8 +93,8 @@ static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room
     return count;
 }
 
-/* Read the entry of a tensor, and compare its size with what its shape and type say. Step over
- * members that the format does not have, as the reference reader does. */
+/* Read the entry of a tensor, and compare its size with its shape and type. Skip unknown members,
+ * as the reference reader does. */
 static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
 {
     static const char *const fields[3] = {"dtype", "shape", "data_offsets"};
@@ -142,7 +142,7 @@ static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
 
 /* ---- Reading: all of them ---------------------------------------------------------------------*/
 
-/* Check the length of a header before anything is made of it. */
+/* Check the length of a header before memory is allocated for it. */
 static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint64_t file_bytes)
 {
     if (bytes > DTRAIN__HEADER_BYTES)
@@ -157,7 +157,7 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
     return DTRAIN_OK;
 }
 
-/* Order tensors by their place, empty ones before what begins there. */
+/* Order tensors by place; an empty tensor comes before a tensor that begins at the same place. */
 static int dtrain__stored_by_place(const void *a, const void *b)
 {
     const dtrain__stored *x = (const dtrain__stored *)a, *y = (const dtrain__stored *)b;
@@ -170,7 +170,7 @@ static int dtrain__stored_by_name(const void *a, const void *b)
     return strcmp(((const dtrain__stored *)a)->name, ((const dtrain__stored *)b)->name);
 }
 
-/* Check that the tensors cover the data and have different names; leave them sorted by name. */
+/* Check that the tensors cover the data and have different names, and sort them by name. */
 static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_bytes,
                                               dtrain__tensor_file *file)
 {
@@ -197,8 +197,8 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
     return DTRAIN_OK;
 }
 
-/* Names go into memory that is as long as the header: decoded, a string is never longer than its
- * text between quotes. */
+/* Names are decoded into memory as long as the header, which is enough: a decoded string is never
+ * longer than its text. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const char *header,
                                                         size_t bytes, uint64_t file_bytes,
                                                         const dtrain_allocator *allocator,
@@ -255,7 +255,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
-    unsigned char head[32]; /* the length, and what a file of another kind begins with */
+    unsigned char head[32]; /* the length, and enough bytes to recognize other kinds of files */
     char digits[9], *header = NULL;
     uint64_t bytes = 0;
     int file;

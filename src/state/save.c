@@ -1,26 +1,29 @@
 /* Saving
  *
- *     plan        once: where in which of two files each piece goes. Values have a separate
- *                 file, because programs read them without the rest
- *     snapshot    copy these pieces to host memory, for a save in the background
- *     write       files, block by block with their checksums; the header, which has these, comes
- *                 last, and a rename then says that the file is whole and on the disk
+ *     plan        assign each piece that this rank writes a place in one of two files: values, and
+ *                 all else. This happens once, when the directory is opened
+ *     snapshot    copy the pieces to host memory, if a thread writes in the background
+ *     write       write both files, block by block. The header comes last, because it has the
+ *                 checksums of the blocks. A rename marks the file as whole and on the disk
+ *     publish     rank 0 reads all headers, writes the manifest, renames the directory and removes
+ *                 old checkpoints
+ *     settle      all ranks agree whether the save succeeded
  *
- *     every rank       wait for the save before | snapshot |         agree
- *     its thread                                           | write |
- *     rank 0's thread                                      | write | headers of all, manifest,
- *                                                                    rename, old ones go
+ * In the background, snapshot belongs to one call and settle to the next:
  *
- * Without a thread the same steps follow each other. A thread must not call a collective, because
- * its order among those of training would differ from rank to rank: rank 0's thread polls the
- * directory, which all share, for the files of the others, and the ranks agree at the next call.
- * Rank 0 stops waiting when that agreement reports the failure of a rank. */
+ *     every rank         save(n): settle n-1 | snapshot |   training   | save(n+1): settle n | ...
+ *     thread of a rank                                  | write |
+ *     thread of rank 0                                  | write | publish |
+ *
+ * Otherwise one call does all steps in this order. The thread must not call a collective: its place
+ * among the collectives of training would differ from rank to rank. Therefore the thread of rank 0
+ * polls the shared directory for the files of the other ranks. If a rank has failed to write, rank
+ * 0 learns of it when it settles, and tells its thread to stop polling. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/crc32c_internal.h"
-#include "core/dtype.h"
 #include "core/json_internal.h"
 #include "core/log.h"
 #include "core/result.h"
@@ -29,16 +32,16 @@
 #include "comm/comm.h"
 #include "comm/same_internal.h"
 #include "strategy/view_internal.h"
-#include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
-#define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
+#define DTRAIN__POLL_MS 10     /* interval of polls for a file of another rank */
+#define DTRAIN__SHARED_MS 5000 /* longest delay until one host sees the file of another host */
 
+/* Keep a result and the last error. */
 DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
 {
     dtrain__outcome outcome;
@@ -47,7 +50,7 @@ DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
     return outcome;
 }
 
-/* Return the result, and make its sentence the last error again. */
+/* Return the result, and restore its sentence as the last error. */
 DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
 {
     if (outcome->result == DTRAIN_OK) return DTRAIN_OK;
@@ -62,91 +65,7 @@ static void dtrain__poll_sleep(void)
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-static uint64_t dtrain__held_bytes(const dtrain__held *held)
-{
-    return (uint64_t)held->tensor.piece.count * dtrain__state_bytes(held->tensor.dtype);
-}
-
-/* Append the name of a piece in its file, and describe the piece as the file has it. A whole tensor
- * has its own name and shape. A box adds its place along each axis, "wte[0:64,0:128]"; a run adds
- * its elements of the tensor or box, "wte[0:16384]". The names of all kinds but values begin with
- * the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__held *held, dtrain__text *name,
-                                          dtrain__stored *stored)
-{
-    const dtrain_state_tensor *tensor = &held->tensor;
-    const dtrain_piece *part = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const bool boxed = !dtrain__box_same(part, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
-    const bool run = part->count != dtrain__box_count(part);
-    const size_t before = name->bytes;
-    stored->dtype = tensor->dtype;
-    stored->begin = (uint64_t)held->at;
-    stored->end = stored->begin + dtrain__held_bytes(held);
-    stored->dims = run ? 1 : 0;
-    stored->shape[0] = part->count;
-    dtrain__text_add(name, "%s%s%s", value ? "" : dtrain__state_kind_name(tensor->kind),
-                     value ? "" : ".", tensor->name);
-    for (int d = 0; d < 4 && (d == 0 || part->length[d]); d++) {
-        if (!run) stored->shape[stored->dims++] = part->length[d];
-        if (boxed)
-            dtrain__text_add(name, "%c%lld:%lld", d ? ',' : '[', (long long)part->first[d],
-                             (long long)(part->first[d] + part->length[d]));
-    }
-    if (boxed) dtrain__text_add(name, "]");
-    if (run)
-        dtrain__text_add(name, "[%lld:%lld]", (long long)part->offset,
-                         (long long)(part->offset + part->count));
-    if (name->failed) return DTRAIN_ERROR_MEMORY;
-    stored->name = name->at + before;
-    if (name->bytes - before < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "the name \"%s\" is too long for a file of tensors, which takes %d "
-                       "bytes with what is added here",
-                       dtrain__short(tensor->name), DTRAIN__TENSOR_NAME - 1);
-}
-
-/* Make the header of a file: what it holds, and the metadata by which readers know it. The length
- * does not depend on the checksums. */
-static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
-{
-    dtrain__text texts[3], *metadata = &texts[0], *key = &texts[1], *value = &texts[2];
-    dtrain_result result = DTRAIN_OK;
-    memset(texts, 0, sizeof texts);
-    for (int i = 0; i < 3; i++) texts[i].allocator = &c->allocator;
-    file->header.allocator = &c->allocator;
-    file->header.bytes = 0;
-    dtrain__text_add(metadata, "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"");
-    for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
-        const dtrain__held *held = &c->held[file->first + i];
-        const dtrain_state_tensor *tensor = &held->tensor;
-        dtrain__stored stored;
-        int64_t numbers[16] = {tensor->kind, tensor->own};
-        memcpy(numbers + 2, tensor->shape, sizeof tensor->shape);
-        memcpy(numbers + 6, &tensor->piece, sizeof tensor->piece);
-        key->bytes = value->bytes = 0;
-        dtrain__text_add(key, DTRAIN__PIECE_KEY);
-        result = dtrain__piece_stored(held, key, &stored);
-        for (int n = 0; n < 16; n++) dtrain__text_add(value, "%lld ", (long long)numbers[n]);
-        dtrain__text_append(value, held->crc,
-                            dtrain__blocks_of(dtrain__held_bytes(held)) * DTRAIN__CRC_DIGITS);
-        dtrain__text_add(value, " %s", tensor->name);
-        if (result == DTRAIN_OK && value->failed) result = DTRAIN_ERROR_MEMORY;
-        if (result != DTRAIN_OK) break;
-        dtrain__safetensors_add(&file->header, &stored);
-        dtrain__text_add(metadata, ",");
-        dtrain__text_add_string(metadata, key->at);
-        dtrain__text_add(metadata, ":");
-        dtrain__text_add_string(metadata, value->at);
-    }
-    dtrain__text_add(metadata, "}");
-    if (result == DTRAIN_OK && metadata->failed) result = DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK)
-        result = dtrain__safetensors_end(&file->header, metadata->at, file->bytes);
-    for (int i = 0; i < 3; i++) dtrain__text_free(&texts[i]);
-    return result;
-}
-
-/* Order pieces by file, wide elements first: so all are aligned. */
+/* Order pieces by file, then by element size, largest first, so that every piece is aligned. */
 static int dtrain__file_order(const void *left, const void *right)
 {
     const dtrain_state_tensor *a = &((const dtrain__held *)left)->tensor;
@@ -156,8 +75,9 @@ static int dtrain__file_order(const void *left, const void *right)
     return files ? files : widths ? widths : dtrain__held_order(left, right);
 }
 
-/* Plan both files, and make the memory that blocks and snapshots are copied to. A tensor without
- * elements has an entry in its file. */
+/* Place the pieces that this rank writes in its two files, and allocate checksums and either the
+ * snapshot or the bounce buffer. A piece without elements is not written, but a tensor without
+ * elements gets its entry. */
 static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
@@ -206,7 +126,8 @@ static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write a piece after the header of its file, block by block. */
+/* Write a piece block by block, and keep the checksum of each block. `data` is the offset of the
+ * file's data. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
                                          uint64_t data, const dtrain__held *held)
 {
@@ -228,7 +149,7 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
     return DTRAIN_OK;
 }
 
-/* Write what was planned to step-N.tmp, which is there. */
+/* Write both files of this rank to the directory step-N.tmp. */
 static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -239,7 +160,7 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
         const dtrain__file_path path = dtrain__tensors_path(directory.text, f, c->rank);
         const dtrain__file_path tmp =
             dtrain__path_in(directory.text, "%s-%05d.tmp", f ? "state" : "model", c->rank);
-        const uint64_t data = plan->header.bytes; /* where it begins */
+        const uint64_t data = plan->header.bytes; /* offset of the data */
         dtrain_result result = DTRAIN_OK;
         int file;
         DTRAIN__TRY(dtrain__storage_open(storage, tmp.text, DTRAIN_STORAGE_CREATE, &file));
@@ -250,7 +171,7 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
             result =
                 dtrain__storage_write(storage, file, tmp.text, plan->header.at, (size_t)data, 0);
         DTRAIN__TRY(dtrain__storage_finish(storage, file, tmp.text, result));
-        /* the names are brought to the disk all at once, when the checkpoint is published */
+        /* publishing syncs the directory, and with it all names at once */
         const int code = storage->rename(storage->user, tmp.text, path.text);
         if (code < 0) return dtrain__storage_fail(tmp.text, "renamed", code);
         c->bytes += data + plan->bytes;
@@ -260,8 +181,8 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 
 /* ---- The directory ----------------------------------------------------------------------------*/
 
-/* Rank 0: set aside the checkpoints of later steps than the one that the state comes from, and let
- * the directory continue the state's run. */
+/* On rank 0, set aside the checkpoints that the state does not continue: those of steps later than
+ * `next` or than the step at which the state was loaded or saved, and all those of another run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
@@ -276,8 +197,8 @@ static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
     return DTRAIN_OK;
 }
 
-/* Rank 0: find out whether the directory has the history of the state's run. A run that begins gets
- * the number of its job. */
+/* On rank 0, check that the checkpoints in the directory belong to the run of the state. A new run
+ * is named by the number of its job. */
 static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
 {
     dtrain_state *state = c->desc.state;
@@ -304,9 +225,9 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* Rank 0: make the directory, take its lock, and clear away what a crash has left. The names of the
- * directory, and of those above it that are not there, are brought to the disk: all that is saved
- * in it could be gone otherwise after a loss of power. */
+/* On rank 0, make the directory, lock it, and remove what a crash has left. Each directory that is
+ * made is synced to its parent: otherwise a loss of power could take the whole directory with its
+ * checkpoints. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -340,8 +261,8 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
     return dtrain__history_join(c);
 }
 
-/* Plan the saves and take the directory: the lock, then every rank's probe. Each rank writes a
- * small file, and waits until it sees that of rank 0. */
+/* Plan the files, lock the directory, and probe it on every rank: each rank writes a small file and
+ * waits until it sees the file of rank 0. */
 static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -374,9 +295,10 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
- * checkpoint is there. A metric that is not finite, or cannot be read, counts as DBL_MAX; its bits
- * say that even where a compiler takes all numbers as finite. The newer of equals is better. */
+/* Remove the checkpoints that neither `keep` nor `keep_best` keeps. If one cannot be removed, warn:
+ * the save itself has succeeded. A metric that is missing or not finite counts as DBL_MAX; the test
+ * reads the exponent bits, because -ffast-math would drop a comparison. Of equal metrics the newer
+ * is better. */
 static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 {
     dtrain__steps list;
@@ -408,9 +330,9 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Rank 0: write the manifest when every rank's files are there, and make it a checkpoint. A file
- * is there when all ranks have written, unless this host sees it later than the one that has
- * written it. */
+/* On rank 0, wait for the files of every rank, write the manifest, and publish the checkpoint.
+ * Without a thread all ranks have written before this call, but a shared file system can show
+ * their files late. */
 static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 {
     const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
@@ -440,7 +362,7 @@ static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 
 /* ---- The thread that writes -------------------------------------------------------------------*/
 
-/* End a phase, with its outcome. */
+/* Record the outcome of a phase, and wake the thread that waits for it. */
 static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
 {
     pthread_mutex_lock(&c->mutex);
@@ -450,7 +372,7 @@ static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_resul
     pthread_mutex_unlock(&c->mutex);
 }
 
-/* Write this rank's files; as a thread, publish the checkpoint too. */
+/* Write this rank's files. In the background, rank 0 also publishes the checkpoint here. */
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
@@ -467,7 +389,7 @@ static void *dtrain__save_thread(void *argument)
     return NULL;
 }
 
-/* Wait until a phase has ended, at most until the deadline of all waits. */
+/* Wait until a phase has ended, at most for the world's timeout, and return its outcome. */
 static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
 {
     struct timespec end;
@@ -488,7 +410,7 @@ static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
 
 /* ---- Save -------------------------------------------------------------------------------------*/
 
-/* Fail with the reason of the newest save's failure, and say which steps are lost. */
+/* Fail with the error of the newest save, and say which steps are lost. */
 static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
 {
     char lost[80] = "this run has saved nothing, and what it trained is lost";
@@ -499,9 +421,10 @@ static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
                        (long long)c->step, dtrain__bare(c->lost.text), lost);
 }
 
-/* Count a save that has ended. A failure is a warning, but an error after desc.failures in a row,
- * before a wait or close (`last`), whose caller relies on the save, and when the communicator has
- * failed. What a failed save has written is removed: that may be what filled the disk. */
+/* Count a save that has ended. desc.failures failed saves in a row are warnings, and the next one
+ * is an error. A failure is an error at once if the communicator has failed, and in a wait or close
+ * (`last`), whose caller relies on the save. The files of a failed save are removed, because they
+ * can be what filled the disk. */
 static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result result, bool last)
 {
     if (result == DTRAIN_OK) {
@@ -527,14 +450,14 @@ static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result resu
     return DTRAIN_OK;
 }
 
-/* Settle the save under way, if there is one: all ranks know that the checkpoint is there, or one
- * error says why not. A thread that waits for a disk that does not answer is left running. */
+/* Settle the save under way, if there is one: all ranks return success, or all return one error. A
+ * thread that is still blocked by the disk at the timeout is detached and left running. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
     const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
     const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
-    /* the others wait for rank 0's thread: it must give up before their deadline */
+    /* the other ranks wait in the agreement below: rank 0 must give up before their timeout */
     const int64_t patience =
         dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
     dtrain_result published = DTRAIN_OK;
@@ -552,7 +475,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     const dtrain_result result =
         all.result != DTRAIN_OK ? dtrain__outcome_return(&all) : dtrain__agree(c->comm, published);
     c->outstanding = false;
-    const uint64_t *at = c->thread_ns; /* written by the thread, which has been joined */
+    const uint64_t *at = c->thread_ns; /* the thread, which wrote these, has been joined */
     for (int i = 0; i < (c->rank == 0 ? 2 : 1); i++)
         if (c->world->timeline.traced && !c->abandoned && at[0])
             dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT,
@@ -562,9 +485,10 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     return dtrain__save_count(c, result, last);
 }
 
-/* Prepare a save: the snapshot, which is all that a step pays, and on rank 0 the directory and the
- * beginning of the manifest. If somebody has removed the directory, it is made again and locked:
- * the lock belongs to the removed directory. Otherwise what a failed save has left is removed. */
+/* Begin a save. Every rank takes its snapshot, the only part of a save in the background for which
+ * training waits. Rank 0 writes the beginning of the manifest and makes the directory step-N.tmp.
+ * If the user has removed the run's directory, rank 0 makes and locks it again, because the lock it
+ * holds went with the old one. Otherwise it removes what a failed save has left. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -596,8 +520,8 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
 
-/* Settle the previous save, agree on the step, take a snapshot, and write, or let a thread write in
- * which no signal of the host's is handled. */
+/* Settle the previous save, agree on the step, and save. A thread that writes blocks all signals,
+ * so that it never runs a signal handler of the host program. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
     static const char call[] = "dtrain_checkpoint_save";
@@ -605,7 +529,6 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     const dtrain__same_list list = dtrain__same_struct(&field, 1, &step);
     const dtrain__state_source *trainer = dtrain__source_of(c->desc.state->desc.trainer);
     const double start = dtrain_seconds();
-    sigset_t all, before;
     DTRAIN__TRY(dtrain__save_settle(c, false));
     dtrain_result result = dtrain__between_steps(c->desc.state->desc.strategy, call);
     if (result == DTRAIN_OK && trainer && *trainer->micro != 0)
@@ -626,16 +549,13 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     c->thread_ns[0] = 0;
     result = dtrain__agree(c->comm, dtrain__save_begin(c));
     c->outstanding = result == DTRAIN_OK;
-    if (!c->outstanding) result = dtrain__save_count(c, result, false); /* nobody writes */
+    if (!c->outstanding) result = dtrain__save_count(c, result, false); /* no rank writes */
     else if (!c->desc.background) {
         (void)dtrain__save_thread(c);
         result = dtrain__save_settle(c, false);
     } else {
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
         c->threaded = true;
-        const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        const int error = dtrain__thread_start(&c->thread, dtrain__save_thread, c);
         if (error) {
             c->threaded = false;
             dtrain__phase_end(
@@ -692,7 +612,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
     const char *null = !world ? "world" : !out ? "out" : !desc->state ? "desc->state" : NULL;
     dtrain_result result = null ? dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, null)
                                 : dtrain__path_check(call, desc->directory);
-    if (!desc->state) return result; /* there is no communicator to agree over */
+    if (!desc->state) return result; /* no communicator to agree on the error */
     dtrain_comm *comm = desc->state->comm;
     if (result == DTRAIN_OK && desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST)
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: config has more than %d bytes", call,
@@ -723,7 +643,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         pthread_condattr_destroy(&monotonic);
     }
     result = dtrain__agree(comm, result);
-    if (result == DTRAIN_OK) result = dtrain__union_make(c);
+    if (result == DTRAIN_OK) result = dtrain__pieces_choose(c);
     if (result == DTRAIN_OK) result = dtrain__directory_open(c);
     if (result == DTRAIN_OK) *out = c;
     else (void)dtrain_checkpoint_close(c);
@@ -737,7 +657,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     const dtrain_allocator allocator = c->allocator;
     dtrain_device *device = c->desc.state->device;
     const dtrain_result result = dtrain__save_settle(c, true);
-    if (c->abandoned) return result; /* its thread still writes from this memory */
+    if (c->abandoned) return result; /* the thread still reads this memory */
     if (c->lock >= 0) (void)c->folder.storage->close(c->folder.storage->user, c->lock);
     if (c->snapshot) device->ops->host_free(device, c->snapshot, c->info.snapshot_bytes);
     pthread_cond_destroy(&c->moved);

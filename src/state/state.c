@@ -1,8 +1,8 @@
 /* State: the list of what must survive
  *
- * Made once, from the tables of those who own the memory: nothing is copied here, and no address in
- * the list changes during a run. Which of several ranks that hold the same piece writes it is for
- * checkpoints to choose. */
+ * The list is made once, from the objects that own the memory. It copies nothing, and its addresses
+ * stay the same during a run. If several ranks hold the same piece, all of them list it, and
+ * state/pieces.c chooses the one that writes. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -26,7 +26,7 @@ DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
     return dtype == DTRAIN_STATE_BYTES ? 1 : dtrain_dtype_bytes((dtrain_dtype)dtype);
 }
 
-/* Return the name of a kind, as it is in manifests and files. */
+/* Return the name of a kind, as in files and sentences. */
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
@@ -35,11 +35,11 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
-static const int64_t dtrain__one[4] = {1, 0, 0, 0}; /* the shape of a number */
+static const int64_t dtrain__one[4] = {1, 0, 0, 0}; /* shape of a scalar */
 
 /* ---- Tensors ----------------------------------------------------------------------------------*/
 
-/* Append a tensor of which this rank has all; NULL: no memory. */
+/* Append a tensor that this rank holds whole; NULL: out of memory. */
 static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_state_kind kind,
                                                  const char *name, uint32_t dtype,
                                                  const int64_t shape[4], void *memory)
@@ -59,15 +59,15 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_sta
     return tensor;
 }
 
-/* Append what a shard has of a tensor of fp32 with the shape of its parameter. A tensor axis gives
- * this rank a part of the parameter, one run of each component along the axis that is cut, and the
- * shard is a run of that part, with its components one after the other:
+/* Append the pieces of a tensor of fp32 that a shard holds; the tensor has the shape of the shard's
+ * parameter. The tensor axis gives this rank a part of the parameter: one run of each component
+ * along the cut axis. The shard is a run of that part, whose components follow one another:
  *
  *     q|k|v     | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
  *     part      | q2 q3 | k2 k3 | v2 v3 |    boxes of the whole, and memory without a gap
  *     shard            | 3 | k2 k3 | v2 |    three pieces: a run of each box
  *
- * A rank that has nothing lists a piece of no elements. */
+ * A rank without an element lists one empty piece. */
 static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
                                         dtrain_state_kind kind, float *memory, float *mirror)
 {
@@ -77,8 +77,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     const uint32_t runs = part.axis < 0 ? 1 : part.runs;
     const bool wide = p->dtype == DTRAIN_DTYPE_F64;
     const uint32_t dtype = wide ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
-    const int64_t words = wide ? 2 : 1;     /* of 4 bytes, of an element */
-    int64_t begin = 0, left = shard->count; /* of the box in the part; elements not listed yet */
+    const int64_t words = wide ? 2 : 1; /* floats that an element takes */
+    int64_t begin = 0,
+            left = shard->count; /* first element of the box in the part; not listed yet */
     for (uint32_t k = 0; k < runs; k++) {
         dtrain_piece box = dtrain__piece_whole(p->shape);
         if (part.axis >= 0) {
@@ -106,9 +107,9 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* Append what parameters have, class by class: values, the optimizer's first and second states, and
- * counts of updates. The master copy of an offloaded update mirrors the value: both are the
- * same between steps. Stages of other ranks list what has no memory on this rank. */
+/* Append the state of parameters, class by class: values, the optimizer's first and second states,
+ * and counts of updates. The master copy of an offloaded update mirrors the value: both are equal
+ * between steps. A parameter without memory on this rank is listed by the ranks of its stage. */
 static dtrain_result dtrain__state_params(dtrain_state *state)
 {
     static const dtrain_state_kind firsts[] = {DTRAIN_STATE_KINDS, DTRAIN_STATE_EXP_AVG,
@@ -150,8 +151,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append every parameter's residual and velocity, if this rank keeps such of any parameter. Of a
- * parameter of which it keeps nothing, it lists a piece of no elements. */
+/* Append residuals of all parameters if this rank keeps any residual, and likewise velocities. A
+ * parameter without one gets an empty piece. */
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
     size_t count, kept_count;
@@ -191,7 +192,7 @@ DTRAIN__PRIVATE bool dtrain__state_alike(const dtrain_state_tensor *a, const dtr
            memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
-/* Append an array of the program's own. */
+/* Append an array of the program. */
 static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_item *item)
 {
     const char *const call = "dtrain_state_create";
@@ -201,7 +202,7 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
                            "%s: expected an item with a name, a dtype (found %u), count >= 0 "
                            "(found %lld) and memory",
                            call, item->dtype, (long long)item->count);
-    const bool all = item->piece.count == 0; /* of the array */
+    const bool all = item->piece.count == 0; /* the whole array */
     int64_t shape[4];
     memcpy(shape, item->shape, sizeof shape);
     if (!shape[0]) shape[0] = item->count;
@@ -228,22 +229,8 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-/* Append numbers, up to the first without a name, as tensors of one element. */
-static dtrain_result dtrain__state_numbers(dtrain_state *state, const dtrain__scalar *list)
-{
-    for (; list && list->name; list++) {
-        const bool real = strcmp(list->name, "scaler.scale") == 0;
-        const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
-        if (!dtrain__state_append(state, DTRAIN_STATE_SCALAR, list->name,
-                                  list->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow,
-                                  dtrain__one, list->memory))
-            return DTRAIN_ERROR_MEMORY;
-    }
-    return DTRAIN_OK;
-}
-
-/* Append the numbers of those objects that there are. Compression depends on the strategy's step; a
- * schedule and the seeds of dropout depend on the trainer's. */
+/* Append the scalars of all objects of the desc, as tensors of one element. Compression depends on
+ * the strategy's step; schedule and dropout depend on the trainer's step. */
 static dtrain_result dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
@@ -251,26 +238,29 @@ static dtrain_result dtrain__state_scalars(dtrain_state *state)
     const dtrain__state_source *loader = dtrain__source_of(desc->loader);
     dtrain_loss_scaler *scaler = trainer && trainer->scaler ? trainer->scaler : desc->scaler;
     const dtrain__scalar steps[] = {
-        {"strategy.step", &dtrain__notes_of(desc->strategy)->sync_count, 8}, {NULL, NULL, 0}};
-    DTRAIN__TRY(dtrain__state_numbers(state, steps));
-    if (desc->optimizer) {
-        const dtrain__scalar updates[] = {{"optimizer.step", &desc->optimizer->step_count, 8},
-                                          {NULL, NULL, 0}};
-        DTRAIN__TRY(dtrain__state_numbers(state, updates));
-    }
-    if (scaler) {
-        const dtrain__scalar scale[] = {{"scaler.scale", &scaler->scale, 4},
-                                        {"scaler.good_steps", &scaler->good_steps, 4},
-                                        {"scaler.bad_steps", &scaler->bad_steps, 4},
-                                        {"scaler.skipped_steps", &scaler->skipped_steps, 8},
-                                        {NULL, NULL, 0}};
-        DTRAIN__TRY(dtrain__state_numbers(state, scale));
-    }
-    DTRAIN__TRY(dtrain__state_numbers(state, trainer ? trainer->scalars : NULL));
-    return dtrain__state_numbers(state, loader ? loader->scalars : NULL);
+        {"strategy.step", &dtrain__notes_of(desc->strategy)->sync_count, 8},
+        {"optimizer.step", desc->optimizer ? &desc->optimizer->step_count : NULL, 8},
+        {"scaler.scale", scaler ? &scaler->scale : NULL, 4},
+        {"scaler.good_steps", scaler ? &scaler->good_steps : NULL, 4},
+        {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
+        {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
+        {NULL, NULL, 0}};
+    const dtrain__scalar *const lists[] = {steps, trainer ? trainer->scalars : NULL,
+                                           loader ? loader->scalars : NULL};
+    for (int l = 0; l < 3; l++)
+        for (const dtrain__scalar *at = lists[l]; at && at->name; at++) {
+            const bool real = strcmp(at->name, "scaler.scale") == 0;
+            const uint32_t narrow = real ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32;
+            if (at->memory &&
+                !dtrain__state_append(state, DTRAIN_STATE_SCALAR, at->name,
+                                      at->bytes == 8 ? (uint32_t)DTRAIN_DTYPE_I64 : narrow,
+                                      dtrain__one, at->memory))
+                return DTRAIN_ERROR_MEMORY;
+        }
+    return DTRAIN_OK;
 }
 
-/* Refuse settings that are no pairs, or that no manifest could give back. */
+/* Refuse settings that are not pairs, or too long for a load to read back. */
 static dtrain_result dtrain__settings_check(const char *call, const char *const *pairs)
 {
     size_t count = 0;
@@ -345,19 +335,19 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-/* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
- * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
- * compression depends on its step, and forgets micro-batches of a step under way. */
+/* Copy values to their mirrors, and publish them. The loader drops the batches that its workers
+ * have read ahead. The strategy chooses again how to reduce each bucket, which depends on its step
+ * if compression is on, and forgets the micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__GIVEN("dtrain_state_changed", state);
     dtrain_strategy *strategy = state->desc.strategy;
     dtrain__notes *notes = dtrain__notes_of(strategy);
-    const char *const torn = notes->torn;
-    notes->torn = NULL; /* values are whole again */
+    const char *const failed_load = notes->failed_load;
+    notes->failed_load = NULL; /* values are whole again */
     dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
     if (result != DTRAIN_OK) {
-        notes->torn = torn;
+        notes->failed_load = failed_load;
         return result;
     }
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {

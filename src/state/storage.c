@@ -1,8 +1,8 @@
 /* Storage: the table of the file system, and whole reads and writes over any table
  *
- * Short and interrupted transfers are continued here and nowhere else. An error of fsync or close
- * is final: the kernel may have dropped data that it could not write, and a second fsync would then
- * succeed without it. */
+ * Only this file continues short and interrupted transfers. An error of fsync or close is final:
+ * the kernel can have dropped data that it could not write, and a second fsync would succeed
+ * without that data. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -20,11 +20,11 @@
 
 static int dtrain__or_errno(int result) { return result < 0 ? -errno : result; }
 
-/* Open a file. Symbolic links are followed, as clusters reach directories and shards by them,
- * except for a lock, which would be made elsewhere, and for a new file (O_EXCL).
+/* Open a file. Symbolic links are followed, because clusters use them for directories and shards,
+ * but not for a lock or a new file (O_EXCL).
  *
- * A lock of flock belongs to the open file, and the kernel ends it when no process has the file
- * open any more: a lock cannot outlive its owner, as one that is known by a process id can. */
+ * A lock of flock belongs to the open file, and the kernel releases it when the last process closes
+ * the file: unlike a file with a process id, it cannot outlive its owner. */
 static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode mode)
 {
     static const int flags[DTRAIN_STORAGE_MODES] = {
@@ -48,8 +48,8 @@ static int64_t dtrain__file_read(void *user, int file, void *to, size_t bytes, u
     return done < 0 ? -errno : done;
 }
 
-/* Write, and start writing back every DTRAIN__WRITE_BACK bytes as soon as they are complete: the
- * kernel would otherwise leave the disk idle until fsync. */
+/* Write, and tell the kernel to write back each DTRAIN__WRITE_BACK bytes as soon as they are
+ * complete: otherwise the disk stays idle until fsync. */
 static int64_t dtrain__file_write(void *user, int file, const void *from, size_t bytes,
                                   uint64_t offset)
 {
@@ -152,7 +152,7 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const c
     return path;
 }
 
-/* Check a path that a caller gave: what is added to it must have room. */
+/* Check a path of a caller; the library appends up to 128 bytes. */
 DTRAIN__PRIVATE dtrain_result dtrain__path_check(const char *call, const char *path)
 {
     if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
@@ -170,9 +170,9 @@ DTRAIN__PRIVATE dtrain__file_path dtrain__directory_of(const char *path)
     return directory;
 }
 
-/* ---- Over any table ---------------------------------------------------------------------------*/
+/* ---- For any table ----------------------------------------------------------------------------*/
 
-/* Fail because something could not be done with a path, for the reason of a negated errno. */
+/* Fail with "PATH cannot be WHAT" and the text of a negated errno. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what, int64_t code)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, what, strerror((int)-code));
@@ -188,7 +188,7 @@ DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const cha
     return file;
 }
 
-/* Find out whether something can be opened: 0, or a negated errno. */
+/* Return 0 if a path can be opened, or a negated errno. */
 DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
                                           dtrain_storage_mode mode)
 {
@@ -205,7 +205,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage
     return dtrain__storage_fail(path, mode == DTRAIN_STORAGE_CREATE ? "created" : "opened", *file);
 }
 
-/* Read all of the bytes: a file that ends before them is an error. */
+/* Read exactly `bytes`; a file that ends earlier is an error. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,
                                                    const char *path, void *to, size_t bytes,
                                                    uint64_t offset)
@@ -224,7 +224,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage
     return DTRAIN_OK;
 }
 
-/* Write all of the bytes. A write of nothing counts as a full disk: no end would come. */
+/* Write exactly `bytes`. A write of 0 bytes counts as a full disk, so that the loop ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
                                                     const char *path, const void *from,
                                                     size_t bytes, uint64_t offset)
@@ -239,7 +239,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
     return DTRAIN_OK;
 }
 
-/* Close a file. If the result so far is an error, return it; else the file is on the disk. */
+/* Sync and close a file. If `result` is an error, close only, and return it. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
                                                      const char *path, dtrain_result result)
 {
@@ -252,7 +252,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *stora
     return DTRAIN_OK;
 }
 
-/* Bring the names in a directory to the disk. */
+/* Sync the names in a directory. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
                                                              const char *path)
 {
@@ -261,7 +261,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
     return dtrain__storage_finish(storage, file, path, DTRAIN_OK);
 }
 
-/* Give a file or directory another name, and bring that name to the disk. */
+/* Rename a file or directory, and sync the new name. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
                                                      const char *from, const char *to)
 {
@@ -272,7 +272,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *stora
                        strerror(-code));
 }
 
-/* Remove a file or an empty directory. One that is not there is no error. */
+/* Remove a file or an empty directory; a missing one is no error. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
                                                      const char *path)
 {
@@ -281,7 +281,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *stora
     return dtrain__storage_fail(path, "removed", code);
 }
 
-/* Write a whole new file, and bring it to the disk. */
+/* Write a whole new file, and sync it. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
                                                   const void *from, size_t bytes)
 {

@@ -7,7 +7,7 @@
 
 #define DTRAIN__PATH 768
 
-/* A path that is long enough for all that a checkpoint names. */
+/* A path, long enough for every file of a checkpoint. */
 typedef struct dtrain__file_path {
     char text[DTRAIN__PATH];
 } dtrain__file_path;

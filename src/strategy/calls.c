@@ -1,4 +1,4 @@
-/* Calls of device and communicator that every file of the room makes, and how an error stands */
+/* Calls of device and communicator that several files make, and permanent errors */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -20,13 +20,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
 {
     dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
     if (count == 0) return DTRAIN_OK;
-    if (x_dtype == y_dtype) /* one of them may be in host memory */
+    if (x_dtype == y_dtype) /* x or y can be in host memory */
         return dtrain_device_copy(strategy->device, y, x,
                                   (size_t)count * dtrain_dtype_bytes((dtrain_dtype)x_dtype));
     return strategy->device->ops->convert(strategy->device, &args);
 }
 
-/* Wait for all handles, also after an error: every one must be given back, and waiting on a failed
+/* Wait for all handles, also after an error: every handle must be freed, and waiting on a failed
  * communicator returns at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works)
@@ -56,7 +56,7 @@ DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy
     return NULL;
 }
 
-/* Refuse a call in a graph that the host captures, where the step cannot be a part of it: nothing
+/* Refuse a call in a graph that the host captures if the step cannot be part of a graph. Nothing
  * has been started yet, and the strategy stays usable. */
 static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, const char *call)
 {
@@ -77,24 +77,24 @@ static dtrain_result dtrain__check_capture(const dtrain_strategy *strategy, cons
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
 {
-    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    DTRAIN__GIVEN(call, strategy);
     if (strategy->failure != DTRAIN_OK)
         return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->notes.torn) return dtrain__check_capture(strategy, call);
+    if (!strategy->notes.failed_load) return dtrain__check_capture(strategy, call);
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: %s failed after it had replaced a part of the values; load a whole "
                        "checkpoint, or end",
-                       call, strategy->notes.torn);
+                       call, strategy->notes.failed_load);
 }
 
-/* Tell whether this rank is between the first gather or mark of a backward and finish. */
+/* True if this rank is between the first gather or mark of a backward and finish. */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
 {
     return strategy->marked_count || strategy->backward != DTRAIN__NONE;
 }
 
-/* Check that no backward is under way: each rank starts its collectives at its own time, and other
- * collectives would get in between. */
+/* Check that no backward is under way: each rank starts its collectives at a different time, and
+ * other collectives would come in between. */
 DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
                                                         const char *call)
 {
@@ -104,7 +104,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                        "%s: a backward is under way; call dtrain_strategy_finish before", call);
 }
 
-/* Check that no step is half done: gradients are the mean of a whole one, or there are none. */
+/* Check that no step is half done: gradients are the mean of a whole step, or there are none. */
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call)
 {
@@ -118,8 +118,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strat
 
 /* ---- Failure ----------------------------------------------------------------------------------*/
 
-/* Fail all communicators, those of a mesh too, wherever other ranks may be waiting; return the
- * error that stands. */
+/* Fail all communicators on which other ranks can wait, also of a mesh. Return the permanent
+ * error. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text)
 {
@@ -136,9 +136,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
     return groups->data->ops->fail(groups->data, code, kept);
 }
 
-/* Make an error stand: communicator and device do not recover, and some gradients are averaged
- * while others are not. The communicators fail with it, because the other ranks count on this one.
- * If the error came from a communicator, its fail returns that error. */
+/* Make an error permanent: communicator and device do not recover, and only some gradients are
+ * averaged. Fail the communicators with it, because other ranks wait for this one. If the error
+ * came from a communicator, its fail returns that error. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
 {
     if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;

@@ -1,7 +1,5 @@
-/* Do all ranks have the same?
- *
- * Registered parameters are compared in create and, where only their flags may have changed, later;
- * values in verify. */
+/* Comparison of ranks: create compares the registered parameters, later calls compare flags, and
+ * verify compares values. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
@@ -9,11 +7,11 @@
 
 /* ---- What the host registered -----------------------------------------------------------------*/
 
-/* What is compared of a parameter. */
+/* What ranks compare of a parameter. */
 typedef struct dtrain__compared_param {
     dtrain_param p;
     const char *values;
-    int64_t alias_of; /* an index; -1: none */
+    int64_t alias_of; /* index of the target; -1: no alias */
 } dtrain__compared_param;
 
 #define DTRAIN__PARAM(field, type) DTRAIN__SAME_AS(dtrain__compared_param, p.field, #field, type)
@@ -69,8 +67,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, con
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias, and
- * for what other stages have. Collective over the data axis. */
+/* Hash the bits of a parameter's value; of a cut parameter, of this rank's part. The hash is 0 for
+ * an alias, and for a parameter of other pipeline stages. Collective over the data axis. */
 static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];
@@ -91,20 +89,20 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
     return DTRAIN_OK;
 }
 
-/* Return a hash that is known. */
+/* Return the hash of a parameter. */
 static uint64_t dtrain__known_hash(const void *user, size_t i)
 {
     return ((const dtrain_strategy *)user)->hashes[i];
 }
 
-/* The same along the tensor axis, which has nothing to compare of what it cuts. */
+/* Return the hash for the tensor axis; 0 for a cut parameter, of which its ranks differ. */
 static uint64_t dtrain__known_whole(const void *user, size_t i)
 {
     const dtrain_strategy *strategy = (const dtrain_strategy *)user;
     return strategy->params[i].cut.axis ? 0 : strategy->hashes[i];
 }
 
-/* Compare values along an axis; *all is this rank's hash over them. */
+/* Compare values along an axis; *all becomes the hash over this rank's values. */
 static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_comm *comm,
                                             dtrain__same_hash *hash_of, uint64_t *all)
 {
@@ -120,7 +118,7 @@ static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_co
                        dtrain__world_rank(comm, found.odd), dtrain__world_rank(comm, found.usual));
 }
 
-/* Compare the copies of tied weights that stages of several ranks have. */
+/* Compare the copies of weights that pipeline stages tie. */
 static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
 {
     dtrain_result result = DTRAIN_OK;
@@ -144,9 +142,9 @@ static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
     return result;
 }
 
-/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is whole:
- * along a pipeline axis the hashes of all stages, each from the first rank that has it, as one rank
- * with the whole model would hash them; along a tensor axis the hashes of its ranks. */
+/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh. Along the
+ * pipeline axis fold the hashes of all stages, each from the first rank that has the parameter, as
+ * one rank with the whole model would. Along the tensor axis fold the hashes of its ranks. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
     const dtrain__groups *groups = &strategy->groups;
@@ -168,9 +166,9 @@ static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *al
     return DTRAIN_OK;
 }
 
-/* All values are hashed before any are compared: a difference is searched for by the ranks of one
- * axis alone, and hashing is collective over the other. All axes are compared in any case, and the
- * outcome is that of all ranks. */
+/* Hash all values before any comparison: only the ranks of one axis search for a difference, and
+ * hashing is collective over the other axis. Compare along all axes in any case; all ranks get the
+ * same outcome. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
 {
     uint64_t all, whole;

@@ -1,23 +1,23 @@
 /* Gradient compression: the steps that carry a hook
  *
- * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce,
- * from the step compressed_from on. A rank compresses its slice of a bucket: with several nodes a
- * part of it, otherwise all. Each tensor, the part of one parameter in the slice, is compressed by
- * itself, so that on one level the result does not depend on how parameters are put into buckets:
+ * The one or two rounds of a hook (strategy/hook.h) replace the all-reduce of a whole bucket, from
+ * step compressed_from on. A rank compresses its slice of a bucket; with one node the slice is the
+ * bucket. A tensor is the part of one parameter in the slice. Each tensor is compressed separately:
+ * with one node the result does not depend on the buckets that parameters are in.
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
  *     slice of ranks 0 and 2       | a               | b    |
  *     slice of ranks 1 and 3                                | b          | c   |
  *
- * Tensors that are not worth compressing (1-D, few elements, or as the hook says) are dense: packed
- * together and all-reduced. In a bucket's list they follow the compressed ones.
+ * A tensor that is not worth compressing is dense: it is 1-D, has few elements, or the hook says
+ * so. Dense tensors are packed together and all-reduced. They come last in a bucket's list.
  *
- * Error feedback is exact: a rank subtracts from gradient plus residual what it sends, after
- * rounding, and keeps the rest as its new residual. So at any time, to rounding,
+ * Error feedback is exact: a rank subtracts what it sends, after rounding, from gradient plus
+ * residual, and keeps the rest as its new residual. So at any time, to rounding,
  *
  *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
  *
- * (With nodes and fp16 residuals are of means over a node, and count G times.) */
+ * (With nodes of G ranks and fp16, residuals belong to means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -30,8 +30,8 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
 
-/* List the parts of a bucket's parameters that lie in this rank's slice, and let the hook plan for
- * them; the dense ones move behind the others. */
+/* List the parts of a bucket's parameters in this rank's slice, let the hook plan for them, and
+ * move the dense ones to the end. */
 static void dtrain__lay_tensors(dtrain__layout *layout, dtrain__bucket *bucket,
                                 dtrain_hook_tensor *tensors)
 {
@@ -71,7 +71,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
                                                    const dtrain_allocator *a)
 {
     const dtrain_dtype dtype = (dtrain_dtype)layout->desc->reduce_dtype;
-    const bool means = dtype == DTRAIN_DTYPE_F16; /* of a node, not sums: steps.c */
+    const bool means = dtype == DTRAIN_DTYPE_F16; /* nodes make means, not sums: steps.c */
     layout->tensors = (dtrain_hook_tensor *)dtrain__alloc(a, layout->count, sizeof *layout->tensors,
                                                           "tensors of buckets");
     layout->compressed = (dtrain__compressed *)dtrain__alloc(
@@ -146,7 +146,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
 
 /* ---- Steps ------------------------------------------------------------------------------------*/
 
-/* Convert dense tensors to what they travel as, in `packed`; or back to the bucket, as means. */
+/* Convert dense tensors to reduce_dtype in `packed`; or back to the bucket, as means. */
 static dtrain_result dtrain__pack_dense(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                         bool back)
 {
@@ -168,7 +168,7 @@ static dtrain_result dtrain__pack_dense(dtrain_strategy *strategy, dtrain__bucke
     return DTRAIN_OK;
 }
 
-/* Tell whether this step compresses: warm-up steps all-reduce as without compression. */
+/* True if this step compresses. Earlier steps all-reduce as without compression. */
 static bool dtrain__compresses(const dtrain_strategy *strategy)
 {
     return strategy->notes.sync_count >= strategy->compressed_from;
@@ -176,12 +176,12 @@ static bool dtrain__compresses(const dtrain_strategy *strategy)
 
 /* Compress a bucket and start its exchange. */
 static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        dtrain_comm *comm, uint32_t round)
+                                        uint32_t round)
 {
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = comm;
+    hook->comm = bucket->comm;
     hook->step = strategy->notes.sync_count - strategy->compressed_from;
     DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
@@ -197,44 +197,39 @@ static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket 
 
 /* Begin the first round, and send the dense tensors. */
 DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket,
-                                                    const dtrain__step *step)
+                                                    dtrain__bucket *bucket)
 {
     const dtrain__compressed *c = bucket->compressed;
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__round_begin(strategy, bucket, step));
-        return dtrain__all_reduce_begin(strategy, bucket, step);
+        DTRAIN__TRY(dtrain__round_begin(strategy, bucket));
+        return dtrain__all_reduce_begin(strategy, bucket);
     }
     DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
-    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, step->comm, 0));
+    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, 0));
     if (c->dense_count == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(step->comm, c->packed, c->packed, (size_t)c->dense_count,
+    return dtrain_all_reduce(bucket->comm, c->packed, c->packed, (size_t)c->dense_count,
                              c->hook.dtype, bucket->steps->op, &bucket->reduces[1]);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (!dtrain__compresses(strategy)) {
-        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket, step));
-        return dtrain__scale_begin(strategy, bucket, step);
+        DTRAIN__TRY(dtrain__widen_begin(strategy, bucket));
+        return dtrain__scale_begin(strategy, bucket);
     }
     DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));
     return dtrain__pack_dense(strategy, bucket, true);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__round_2_begin(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket,
-                                                    const dtrain__step *step)
+                                                    dtrain__bucket *bucket)
 {
     if (!dtrain__compresses(strategy)) return DTRAIN_OK;
-    return dtrain__hook_begin(strategy, bucket, step->comm, 1);
+    return dtrain__hook_begin(strategy, bucket, 1);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     return dtrain__compresses(strategy) ? dtrain__hook_end(strategy, bucket, 1) : DTRAIN_OK;
 }

@@ -1,8 +1,8 @@
-/* A strategy as optimizers see it, and with them all rooms above
+/* A strategy as optimizers and all later rooms see it
  *
- * They ask these questions beside the public API, and know nothing of buckets, units and layouts. A
- * parameter is named by its index in the array. A function that communicates says so; all are cheap
- * enough for once a parameter and step. */
+ * These rooms know nothing of buckets, units and layouts. A parameter is named by its index in the
+ * array. A function that communicates says so. Every function is cheap enough for each parameter
+ * and step. */
 
 #pragma once
 
@@ -15,7 +15,7 @@
 #include "strategy/params.h"
 #include "strategy/query.h"
 #include "strategy/strategy.h"
-#include "device/device.h"
+#include "device/backend.h"
 
 /* State of compression for a piece of a parameter, kept from step to step in device memory. */
 typedef struct dtrain__kept {
@@ -25,18 +25,21 @@ typedef struct dtrain__kept {
     float *velocity;       /* (count), or NULL without topk_momentum */
 } dtrain__kept;
 
-/* The members of a strategy that other rooms read and write themselves. */
+/* Members of a strategy that other rooms read and write. */
 typedef struct dtrain__notes {
-    /* Of tape and trainer: */
-    float weight;               /* of the next backward */
-    bool several;               /* one backward covers several micro-batches (pipeline) */
+    /* Used by tape and trainer: */
+    float weight;       /* weight of the next backward */
+    bool pipelined;     /* one backward covers all micro-batches of a step */
+    int64_t batch_comm; /* number of a batch normalisation's communicator, or 0: its ranks either
+                           all have a batch, or none has */
     const float *device_weight; /* device memory: the weight of a recorded step; or NULL */
-    float *counts; /* (1 + param_count) device memory: after finish, the sum of all ranks' weights,
-                      and of each parameter how many ranks have a gradient */
-    /* Of checkpoints: */
+    float *counts; /* (1 + param_count) device memory, valid after finish: the sum of all ranks'
+                      weights; for each parameter the number of ranks that have a gradient */
+    /* Used by checkpoints: */
     uint64_t sync_count; /* steps that were reduced */
-    const char *torn;    /* the call that failed while it replaced values; NULL: none. Until a load
-                            succeeds the strategy is not usable */
+    const char
+        *failed_load; /* call that failed while it replaced values, or NULL. The strategy is not
+                            usable until a load succeeds */
 } dtrain__notes;
 
 /* ---- The whole --------------------------------------------------------------------------------*/
@@ -51,22 +54,22 @@ DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
 
-/* Which stages there are, and who has them: strategy/stages.c. */
+/* The stages of a pipeline and their ranks: strategy/stages.c. */
 typedef struct dtrain__stage_map {
-    int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
-    int32_t stages;          /* of the model, stage s on rank s % ranks; 1 without a pipeline */
-    int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
+    int ranks, rank, chunks; /* of the pipeline axis; stages per rank */
+    int32_t stages;          /* stage s is on rank s % ranks; 1 without a pipeline */
+    int32_t *units;          /* (2 * unit_count) pairs of a unit and its stage */
     size_t unit_count, room;
 } dtrain__stage_map;
 /* List the units of parameters and divide them among the stages of a pipeline; desc NULL = a zeroed
- * one. A map whose making failed can be freed. */
+ * desc. The map can be freed after an error too. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
                                                      const dtrain_allocator *a,
                                                      const dtrain_param *params, size_t count,
                                                      const dtrain_pipeline_desc *desc,
                                                      const dtrain__groups *groups);
 DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
-/* Return the stage of a unit; -1: no parameter belongs to it. */
+/* Return the stage of a unit; -1 if no parameter belongs to the unit. */
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
 
 /* ---- When a call is allowed -------------------------------------------------------------------*/
@@ -77,68 +80,73 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Add an update's rates to a hash; fail on all ranks if the hash, or a flag of a parameter such as
- * FROZEN, differs between ranks. */
+/* Add an update's rates to a hash. Then: fail on all ranks if the hash or the flags of a parameter
+ * (FROZEN) differ between ranks. */
 DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
-/* Keep an error for all later calls, and fail the communicators, so that no other rank waits. */
+/* Keep an error for all later calls, and fail the communicators so that no other rank waits. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
-/* Say what a step would need to be recorded in a graph; NULL: nothing. */
+/* Return what a step lacks to be recorded in a graph; NULL: nothing. */
 DTRAIN__PRIVATE const char *dtrain__unrecordable(const dtrain_strategy *strategy);
-/* Forget the micro-batches of a step under way. */
+/* Forget the micro-batches of the step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/
 
-/* Tell whether optimizers update it: no alias, and not frozen. */
+/* True if optimizers update the parameter: it is no alias and not frozen. */
 DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
-/* Find the piece of its value, gradient and state that this rank keeps; false: none. */
+/* Find the piece of a value, gradient and state that this rank keeps; false if it keeps none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard);
 /* True if no rank keeps the whole parameter. */
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
 /* False if only pipeline stages on other ranks use the parameter. */
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
-/* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
+/* Return the first rank of the pipeline axis that uses the parameter. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
-/* Tell whether a rank had a gradient of it in the last step: otherwise updates leave it out. */
+/* True if any rank had a gradient in the last step; otherwise updates leave the parameter out. */
 DTRAIN__PRIVATE bool dtrain__has_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
-/* Count the elements of all parts together; describe the part that this rank has. */
+/* Count the elements of all parts together. Describe the part of this rank. */
 DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p);
 DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
                                                  const dtrain__groups *groups);
-/* Round fp32 elements up to a cache line; add to an address that may be NULL. */
+/* Round a number of fp32 elements up to a cache line. Add to an address, which can be NULL. */
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 
 /* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
 
-/* Sum the squares of all gradients; the host waits. Collective where they are sharded or cut. */
+/* Sum the squares of all gradients; the host waits. Collective if they are sharded or cut. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
 
-/* Take part in a forward pass without a batch. Complete the sums of counts of a step, and tell
- * whether it had no samples. */
+/* Take part in a forward pass without a batch. Complete a step's counts; *empty: no samples. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty);
 
 /* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
 
-#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn */
+#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one piece of an update */
 
-/* Return the CPU device that updates offloaded shards; NULL without offload. */
-DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
-/* Order an update and the compute stream. At its begin copies down wait for the compute that is
- * queued; when it `ends` compute waits for copies up. */
-DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends);
-/* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */
-DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
-                                                  const float *from, int64_t count);
+/* Streams and events between a GPU and host memory. `arrived`: in a backward, gradients have
+ * reached the bounce buffers; in an update, the optimizer's staging buffers. */
+typedef struct dtrain__offload {
+    dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
+    dtrain_stream *down, *up; /* copies to the host, and to the device */
+    dtrain_event *order;      /* lets one stream wait for another */
+    dtrain_event *arrived[2]; /* a copy has reached host memory */
+    struct dtrain__bucket
+        *bounced[2];      /* bucket whose shard will get the bounce buffer added, or NULL */
+    uint32_t next_bounce; /* bounce buffer to use next */
+} dtrain__offload;
+DTRAIN__PRIVATE const dtrain__offload *dtrain__offload_of(const dtrain_strategy *strategy);
+/* Order two streams (NULL: the compute stream): `later` waits for the work that `earlier` has. */
+DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                                    dtrain_stream *earlier);
+/* Wait for event arrived[turn]. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn);
-DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
-                                                const float *from, int64_t count);
 
 /* ---- A layout, made or planned ----------------------------------------------------------------*/
 

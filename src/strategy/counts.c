@@ -1,25 +1,23 @@
-/* Counts: how many samples a step had, and who had which gradients
+/* Counts: the number of samples of a step, and the ranks that had each gradient
  *
- * A backward makes the sum over its own samples divided by a full batch, and its weight is the
- * number of its samples divided by the same full batch (samples.c, dtrain_strategy_weight):
+ * A backward computes the sum over its samples divided by a full batch. Its weight is the number of
+ * its samples divided by the same full batch (samples.c, dtrain_strategy_weight):
  *
- *     targets, full 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
- *     weight             1                     1/4
- *     reduced            sum of 5 / 4 / 2      as always: times 1/N
- *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
+ *     full batch 4    rank 0: 4 samples       rank 1: 1 sample, 3 targets are ignored
+ *     weight          1                       1/4
+ *     reduced         sum of 5 / 4 / 2        as always: times 1/N
+ *     corrected       sum of 5 / 5            times 2 micro-batches / (1 + 1/4)
  *
- * Weights are summed by an all-reduce of counts, after the last buckets of a step, over all
- * ranks. Ranks of a tensor axis have the same samples, so that their weights count as often as
- * their number, which passes are multiplied by too, and all of them hear the same verdicts:
+ * After the last buckets of a step one all-reduce sums the counts over all ranks:
  *
- *     | sum of weights | of each parameter: how many ranks had a gradient of it |
+ *     | sum of weights | for each parameter: the number of ranks that had a gradient |
  *
- * Of a pipeline axis only the first rank gives its weight, and passes are counted without the
- * others: the sum is rounded alike for any number of ranks.
+ * The ranks of a tensor axis have the same samples, so each weight counts once per rank of the
+ * axis, and so does each pass. Of a pipeline axis only the first rank adds its weight, and only its
+ * passes count: the sum is rounded alike for any number of ranks.
  *
  * The counts stay in device memory, where the correction reads them. A rank with samples and all
- * gradients knows that no sum is zero; on other ranks the host waits for the counts and reads
- * them. */
+ * gradients knows that no sum is zero. Other ranks wait for the counts and read them. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -31,12 +29,11 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     if (!dtrain__is_finite(weight) || weight < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
                            (double)weight);
-    strategy->notes.weight =
-        weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
+    strategy->notes.weight = weight;
     return DTRAIN_OK;
 }
 
-/* Set count elements of the counts by a kernel, which has the value in its arguments: a queued copy
+/* Set count elements of the counts by a kernel, which has the value in its arguments. A queued copy
  * would read host memory later. */
 static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first, size_t count,
                                         float value)
@@ -50,39 +47,35 @@ static dtrain_result dtrain__counts_set(dtrain_strategy *strategy, size_t first,
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Set the sums to what this rank adds: its weights and, for each parameter, 1 if it has a gradient.
- * An alias counts with its storage, and stages of other ranks speak for their parameters. If this
- * rank adds a zero that others may fill, the sums have to be read (counts_due). */
-static void dtrain__counts_note(dtrain_strategy *strategy)
-{
-    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
-    float *has = strategy->sums + 1;
-    strategy->sums[0] = strategy->weights;
-    strategy->counts_due = strategy->weights == 0;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* for this step */
-        const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
-        has[i] = dtrain__has_memory(p) && !(may_lack && updated);
-    }
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (strategy->layout.entries[i].seen)
-            has[strategy->params[i].state.storage->state.index] = 1;
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (has[i] == 0 && dtrain__has_memory(&strategy->params[i])) strategy->counts_due = true;
-}
-
-/* Write this rank's counts, and start their sum over the ranks. */
+/* Write this rank's counts and start their sum over the ranks. This rank adds its weights and, for
+ * each parameter, 1 if it has a gradient. An alias counts with its storage. For parameters of
+ * pipeline stages on other ranks, those ranks count. If this rank adds a zero that another rank can
+ * fill, the sums must be read (counts_due). */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = 1 + strategy->param_count;
-    if (strategy->notes.device_weight) { /* a replayed step: absent gradients are always the same */
+    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
+    float *has = strategy->sums + 1;
+    if (strategy->notes.device_weight) { /* a replayed step: the same gradients are always absent */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->notes.counts,
                               strategy->notes.device_weight, sizeof(float),
                               DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
-        dtrain__counts_note(strategy);
+        strategy->sums[0] = strategy->weights;
+        strategy->counts_due = strategy->weights == 0;
+        for (size_t i = 0; i < strategy->param_count; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const bool may_lack = skips || (p->flags & DTRAIN_PARAM_FROZEN); /* in this step */
+            const bool updated = strategy->layout.entries[i].trainable && p->state.storage == p;
+            has[i] = dtrain__has_memory(p) && !(may_lack && updated);
+        }
+        for (size_t i = 0; i < strategy->param_count; i++)
+            if (strategy->layout.entries[i].seen)
+                has[strategy->params[i].state.storage->state.index] = 1;
+        for (size_t i = 0; i < strategy->param_count; i++)
+            if (has[i] == 0 && dtrain__has_memory(&strategy->params[i]))
+                strategy->counts_due = true;
         DTRAIN__TRY(dtrain__counts_set(strategy, 0, 1, strategy->weights));
     }
     if (strategy->groups.pipeline_rank)
@@ -91,7 +84,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy)
         strategy->counts_due = false;
         return DTRAIN_OK;
     }
-    for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
+    for (size_t i = 1, end; i < count; i = end) { /* one call for a run of equal counts */
         const bool has = strategy->sums[i] > 0;
         for (end = i + 1; end < count && (strategy->sums[end] > 0) == has;) end++;
         DTRAIN__TRY(dtrain__counts_set(strategy, i, end - i, has));
@@ -110,9 +103,9 @@ static dtrain_result dtrain__counts_read(dtrain_strategy *strategy)
                                        DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Wait for the counts, and make reduced gradients the mean over all samples: multiply them by the
- * number of micro-batches of all ranks, by which they have been divided, and divide them by the sum
- * of weights. Where the two are equal, or there is no sample, leave them as they are. */
+/* Wait for the counts, and make reduced gradients the mean over all samples. The gradients were
+ * divided by the number of micro-batches of all ranks: multiply them by it, and divide them by the
+ * sum of weights. Leave them unchanged if the two are equal or no rank has samples. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -143,8 +136,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Complete the sums of the last step, and tell whether it had no samples (*empty). A step that is
- * being recorded has the answers of the step before it. */
+/* Complete the sums of the last step; *empty: it had no samples. A step that is being recorded uses
+ * the sums of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__counts_settle(dtrain_strategy *strategy, bool *empty)
 {
     if (strategy->counts_due && !strategy->notes.device_weight)

@@ -2,17 +2,17 @@
  *
  * 1. local: check the array and the desc
  * 2. bring errors of step 1 to all ranks, and compare what they have registered
- * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
- * 4. local: lay out, allocate, initialise                       -> agree
- * 5. broadcast rank 0's values of parameters the host owns; publish
+ * 3. AUTO: choose a kind; HYBRID_SHARD: split the ranks; check the settings of the kind
+ * 4. local: lay out, allocate, initialise; then all ranks agree on the outcome
+ * 5. broadcast rank 0's values of parameters that the host owns; publish
  *
- * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
+ * Ranks agree and compare over the whole mesh; a kind works over the data axis. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
- * a strategy; the caller destroys it after an error. */
+/* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as the
+ * strategy exists; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
                                             const dtrain_strategy_desc *desc,
                                             const dtrain__groups *groups, dtrain_strategy **out)
@@ -60,43 +60,34 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return DTRAIN_OK;
 }
 
-/* Point a parameter at memory of the library, where the host has given none. */
-static void dtrain__lend(dtrain_strategy *strategy, size_t i)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
-    dtrain__entry *entry = &layout->entries[i];
-    const bool wide = layout->dtype == DTRAIN_DTYPE_F64, alias = storage != p;
-    const bool sharded = dtrain__shard_bucket(layout, i) != NULL;
-    const bool gathered = sharded && layout->shards.params;
-    float *inside = gathered  ? NULL
-                    : sharded ? entry->bucket->values + entry->offset
-                              : entry->own_value;
-    float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
-    entry->lends_value = !dtrain__host_value(p);
-    entry->lends_grad = !dtrain__host_grad(p);
-    if (!p->value && !wide) p->value = alias ? storage->value : inside;
-    if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
-    if (!p->typed_value)
-        p->typed_value = alias      ? storage->typed_value
-                         : wide     ? inside
-                         : gathered ? NULL
-                                    : entry->typed_value;
-    if (!p->typed_grad && entry->trainable)
-        p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
-}
-
-/* Point params at memory of the library (aliases at that of their storage; values of gathered units
- * have none until gather), initialise this rank's piece of every storage, and list the shards that
- * it updates. */
+/* Point params at memory of the library where the host gave none: an alias at the memory of its
+ * storage, a gathered value at NULL until its gather. Initialise this rank's piece of every
+ * storage, and list the shards that this rank updates. */
 static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
-    dtrain__layout *layout = &strategy->layout;
+    const dtrain__layout *layout = &strategy->layout;
+    const bool wide = layout->dtype == DTRAIN_DTYPE_F64;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
+        dtrain__entry *entry = &layout->entries[i];
+        const bool alias = storage != p, sharded = dtrain__shard_bucket(layout, i) != NULL;
+        const bool gathered = sharded && layout->shards.params;
+        float *inside = gathered  ? NULL
+                        : sharded ? entry->bucket->values + entry->offset
+                                  : entry->own_value;
         if (!dtrain__has_memory(p)) continue;
-        dtrain__lend(strategy, i);
+        float *grad = entry->trainable && !alias ? entry->bucket->grads + entry->offset : NULL;
+        entry->lends_value = !dtrain__host_value(p);
+        entry->lends_grad = !dtrain__host_grad(p);
+        if (!p->value && !wide) p->value = alias ? storage->value : inside;
+        if (!p->grad && !wide && entry->trainable) p->grad = alias ? storage->grad : grad;
+        if (!p->typed_value)
+            p->typed_value = alias      ? storage->typed_value
+                             : wide     ? inside
+                             : gathered ? NULL
+                                        : entry->typed_value;
+        if (!p->typed_grad && entry->trainable)
+            p->typed_grad = alias ? storage->typed_grad : wide ? grad : entry->typed_grad;
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
         const dtrain__share part = dtrain__share_here(p, &strategy->groups);
@@ -109,16 +100,16 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell whether other ranks read a block: then it is memory of the communicator. */
+/* True if other ranks read a block: then it is memory of the communicator. */
 static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
- * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
- * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
- * compression two, of tensors that are compressed and of the others. */
+/* 4. Do all local work that can fail, so that ranks agree on the outcome once: make the layout and
+ * its tables, allocate zeroed blocks, point everything at them, initialise. A bucket has one handle
+ * per collective under way at once: one per owner with ZERO3; two with compression, one for dense
+ * tensors. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -126,8 +117,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
     void *memory;
-    DTRAIN__TRY(dtrain__steps_layout(layout, a, strategy->params, count, &strategy->desc,
-                                     dtrain_comm_size(strategy->groups.data),
+    const dtrain__model model = {a, strategy->params, count,
+                                 dtrain_comm_size(strategy->groups.data)};
+    DTRAIN__TRY(dtrain__steps_layout(layout, &model, &strategy->desc,
                                      dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     strategy->works_per_bucket = each;
@@ -135,7 +127,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     strategy->sums =
         (float *)dtrain__alloc(a, 1 + count, sizeof *strategy->sums, "sums of weights");
     if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i <= count; i++) strategy->sums[i] = 1; /* a first update needs no finish */
+    for (size_t i = 0; i <= count; i++) strategy->sums[i] = 1; /* for an update before any finish */
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
     if (!strategy->works) return DTRAIN_ERROR_MEMORY;
@@ -146,7 +138,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        /* a cache line more: an empty tensor at the end has an address inside it */
+        /* a cache line more: an empty tensor at the end has an address inside the block */
         const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
         if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
@@ -156,7 +148,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    /* where ranks add up: squares of this rank and of the ranks of its model, then counts */
+    /* what ranks add up: squares of this rank and of the ranks of its model, then counts */
     const size_t squares = 1 + (size_t)dtrain_comm_size(strategy->groups.model);
     strategy->sums_bytes =
         squares * DTRAIN__SQUARES * sizeof(double) + (1 + count) * sizeof *strategy->notes.counts;
@@ -171,9 +163,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each
- * tensor axis, of what is whole, then of the first stage those of tied weights, then along the data
- * axis everything. */
+/* 5. Give every rank the values of parameters that the host owns. First rank 0 of each tensor axis
+ * sends whole parameters. Then the first stage sends tied weights. Then rank 0 of the data axis
+ * sends everything. */
 static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {
@@ -195,7 +187,7 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
     return dtrain__copy_host_values(strategy, false);
 }
 
-/* Go on with 2 to 5, after all ranks have agreed that their arguments are good and the same. */
+/* Do steps 2 to 5, after all ranks have agreed that their arguments are valid and the same. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
@@ -206,7 +198,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
-    strategy->desc.group_states = NULL; /* the caller's memory, which may be freed from now on */
+    strategy->desc.group_states = NULL; /* the caller's memory, which it may free from now on */
     strategy->desc.group_count = 0;
     strategy->pipeline.units = NULL;
     dtrain__fill_info(strategy);
@@ -219,7 +211,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 dtrain_strategy **out)
 {
     if (out) *out = NULL;
-    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
+    DTRAIN__GIVEN("dtrain_strategy_create", world);
     dtrain_strategy_desc own;
     dtrain_compression_desc how;
     dtrain_result result = dtrain__take_strategy(world, desc, &own, &how);
@@ -237,9 +229,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 /* Wait for the collectives under way. In the middle of a backward other ranks wait for the rest of
- * it: then fail the communicators with this rank's last error, the likely reason why it gave up,
- * which stays its last error. A unit that is being fetched ahead is no reason to fail: its
- * collectives complete. */
+ * it: then fail the communicators with this rank's last error, which is the likely reason why it
+ * gave up and stays its last error. A unit that is being fetched is no reason to fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -268,7 +259,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; layout->entries && i < count; i++) { /* the params point at it no longer */
+    for (size_t i = 0; layout->entries && i < count; i++) { /* clear the params' pointers to it */
         const dtrain__entry *entry = &layout->entries[i];
         dtrain_param *p = &strategy->params[i];
         const bool typed = p->dtype != DTRAIN_DTYPE_F32; /* value and grad are the library's */

@@ -1,18 +1,11 @@
 /* Passes without samples
  *
- * A rank that has no batch left makes the collectives of a pass with zeros for gradients, so that
- * ranks with batches are not left waiting. */
+ * A rank without a batch makes the collectives of a pass with zero gradients, so that ranks with
+ * batches do not wait for it. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
-
-/* Take part in what losses on other ranks agree on in a pass. */
-static dtrain_result dtrain__join_losses(dtrain_strategy *strategy, dtrain_pass pass)
-{
-    if (!strategy->join_loss) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, pass));
-}
 
 /* Gather all units as a forward does. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
@@ -22,18 +15,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    return dtrain__join_losses(strategy, DTRAIN_PASS_FORWARD);
+    if (!strategy->join_loss) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_FORWARD));
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
 {
     const char *const call = "dtrain_strategy_join";
-    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
+    DTRAIN__GIVEN(call, over);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    /* Where batches are normalised over several ranks, these make a call there in their forward,
-     * with which this one differs at once; if none of them has a batch, all make this one. */
-    dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->batch_comm);
+    /* Ranks that share a batch normalisation call its collective in their forward. This rank's call
+     * differs from theirs: an error at once. If no rank has a batch, all make this call. */
+    dtrain_comm *batches = dtrain__comm_numbered(strategy->world, strategy->notes.batch_comm);
     dtrain_result result = batches ? dtrain_barrier(batches) : DTRAIN_OK;
     if (result != DTRAIN_OK)
         result = dtrain_fail(
@@ -44,10 +38,12 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
             call, strategy->world->rank, dtrain__bare(dtrain_last_error()));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    DTRAIN__TRY(dtrain__join_losses(strategy, DTRAIN_PASS_BACKWARD));
+    if (strategy->join_loss)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, strategy->join_loss(strategy, DTRAIN_PASS_BACKWARD)));
     const bool last = !strategy->more;
     strategy->notes.weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK; /* only a whole step tells whether no rank has had samples */
+    if (!last) return DTRAIN_OK; /* only a whole step shows whether no rank had samples */
     return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, over));
 }

@@ -1,28 +1,27 @@
 /* The layout: which parameters travel together, and which rank keeps which part of them
  *
- * A layout is a pure function of what all ranks have in common. They need not exchange it, and a
- * plan can make one without ranks. Ranks of a tensor axis may have parts of different lengths, and
- * still put the same parameters into the same buckets in the same order: whoever decides by length
- * takes that of an even part (dtrain__even_count).
+ * A layout is a pure function of what all ranks have in common. Ranks need not exchange it, and a
+ * plan can make one without ranks. Ranks of a tensor axis can have parts of different lengths, and
+ * still put the same parameters into the same buckets in the same order: lengths that decide about
+ * buckets are those of an even part (dtrain__even_count).
  *
- *     kind                                                               state  grads  params
- *     DDP: buckets by size, last parameter first, everything whole       -      -      -
- *     ZERO1: the same buckets, each cut in one shard a rank              1/N    -      -
- *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
- *     made in one of two buffers that take turns, and what is reduced
- *     of them is kept apart, in shards
- *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
- *     buffers that take turns ("slots"); unit u uses number u % 2, so
- *     that its addresses are the same whenever it is there
- *     ZERO3: shards end where tensors end                                owner  owner  owner
+ *     kind                                                              state  grads  params
+ *     DDP: buckets by size, last parameter first; everything is whole   -      -      -
+ *     ZERO1: the same buckets, each cut into one shard per rank         1/N    -      -
+ *     SHARD_GRAD_OP and below: a bucket is a unit. Backward writes its  1/N    1/N    -
+ *     gradients into one of two alternating buffers; their reduced
+ *     shard has separate memory
+ *     FULL_SHARD, HYBRID_SHARD: values are gathered into one of two     1/N    1/N    1/N
+ *     slots, unit u into slot u % 2
+ *     ZERO3: shards end where tensors end                               owner  owner  owner
  *
  *     unit u's bucket | tensor a ..... pad | tensor b .... pad | c | pad |
  *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal shards
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
- * several units use, then those that are whole, then weights that stages of several ranks use.
- * Frozen parameters of sharded units have separate buckets, which are gathered, never reduced. */
+ * several units use, then whole parameters, then weights that pipeline stages on several ranks use.
+ * Frozen parameters of sharded units have separate buckets that are only gathered. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -53,15 +52,15 @@ static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
     return (dtrain__whole_count(p) + ranks - 1) / ranks;
 }
 
-/* Fill in the unit of each storage (NONE: several use it) and what is trainable: a frozen storage
- * freezes its aliases; a frozen alias only gives up its own contribution. */
+/* Fill in the unit of each storage (NONE: several units use it) and whether it is trainable. A
+ * frozen storage freezes its aliases; a frozen alias only contributes no gradient. */
 static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
-        uint32_t unit = (uint32_t)layout->unit_count; /* a new one, unless it is found */
+        uint32_t unit = (uint32_t)layout->unit_count; /* a new one, unless found below */
         for (uint32_t u = 0; u < layout->unit_count; u++)
             if (layout->units[u].id == p->unit) unit = u;
         if (unit == layout->unit_count) layout->unit_count++;
@@ -69,16 +68,17 @@ static void dtrain__lay_units(dtrain__layout *layout)
         layout->units[unit].own_memory = layout->desc->keep_after_forward;
         entry->trainable =
             dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-        entry->here = !p->state.remote;
-        if (!entry->here && dtrain__has_memory(p)) storage->tied = true;
+        entry->local = !p->state.remote;
+        if (!entry->local && dtrain__has_memory(p)) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards.state || (p->flags & DTRAIN_PARAM_BUFFER);
     }
 }
 
-/* Give the largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
- * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). load (ranks) is scratch. */
+/* Choose the owners of tensors: the largest tensor first, each to the rank with the least elements.
+ * This is greedy, and at most 4/3 of the best balance (Graham, "Bounds on multiprocessing timing
+ * anomalies", 1969). load (ranks) is scratch. */
 static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
 {
     memset(load, 0, (size_t)layout->ranks * sizeof *load);
@@ -104,7 +104,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     }
 }
 
-/* Begin the next bucket of the table; dtrain__bucket_close counts it, if it has members. */
+/* Begin the next bucket of the table. dtrain__bucket_close counts it if it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
                                           bool sharded)
 {
@@ -127,7 +127,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(dtrain__words(layout, layout->params[index].count));
 }
 
-/* Close a bucket: pad it, so that its shards, or slices of several nodes, have equal lengths. */
+/* Close a bucket: pad it, so that its shards, or slices of nodes, have equal lengths. */
 static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const int64_t parts = bucket->cuts ? 1 : bucket->sharded ? layout->ranks : layout->node_ranks;
@@ -135,9 +135,10 @@ static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
     layout->bucket_count++;
 }
 
-/* Cut all buckets for a rank: shards of equal length, or (ZERO3) from owner to owner. With several
- * nodes, rank l of each node exchanges slice l of a bucket with the ranks l of the other nodes;
- * where buckets are sharded, the one in node m keeps part m of the slice:
+/* Set the shard and slice of this rank in all buckets. Shards have equal lengths; with ZERO3 a
+ * shard is the tensors of one owner. With several nodes, rank l of each node exchanges slice l of a
+ * bucket with the ranks l of the other nodes. In a sharded bucket, rank l of node m keeps part m of
+ * slice l:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
@@ -162,8 +163,8 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank)
     }
 }
 
-/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
- * use), owner by owner; return NULL if there are none. */
+/* Make the bucket of a unit's trainable or frozen tensors, owner by owner (unit NONE: tensors that
+ * several units use). Return NULL if there are none. */
 static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
@@ -187,11 +188,13 @@ static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit,
 }
 
 /* Fill buckets from the last parameter on, up to a cap, which only a single large gradient may
- * exceed. A tied gradient is final when backward has come to its first entry, the storage: there it
- * is in the order. */
+ * exceed. By default the first bucket is small, so that communication starts early. A tied gradient
+ * is final when backward has come to its first entry, the storage; its place in the order is
+ * there. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
-    size_t cap = layout->desc->first_bucket_bytes;
+    const size_t usual = layout->desc->bucket_bytes;
+    size_t cap = usual == DTRAIN__BUCKET_BYTES ? 1u << 20 : usual;
     int64_t filled = 0; /* words, of even parts */
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
@@ -203,7 +206,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
             dtrain__bucket_close(layout, last);
             last = NULL;
             filled = 0;
-            cap = layout->desc->bucket_bytes;
+            cap = usual;
         }
         if (!last) last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded);
         dtrain__bucket_add(layout, last, i);
@@ -212,8 +215,8 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     if (last) dtrain__bucket_close(layout, last);
 }
 
-/* Make a bucket of each tied weight of which stages of other ranks have copies: the last ones, in
- * the same order on all of these ranks, so that no two of them wait for each other in a circle. */
+/* Make a bucket of each tied weight that other ranks' pipeline stages have copies of. These buckets
+ * come last, in the same order on all of these ranks, so that ranks do not wait in a circle. */
 static void dtrain__lay_ties(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
@@ -255,15 +258,15 @@ static void dtrain__lay_out(dtrain__layout *layout)
         if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
-        if (!entry->trainable || !entry->here) continue;
+        if (!entry->trainable || !entry->local) continue;
         storage->uses++;
         bucket->uses++;
     }
 }
 
-/* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
- * laid out by dtrain__lay_memory. The table of buckets has one more than there can be: a bucket is
- * tried before it is known to have members. */
+/* Make the tables of a layout. dtrain__layout_free frees them, also after an error.
+ * dtrain__lay_memory lays out the memory. The table of buckets has one more than there can be: a
+ * bucket is begun before it is known whether it has members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int all,
@@ -278,9 +281,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->dtype = dtrain__sums_dtype(params, count);
     layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
     layout->partial = mesh.sequence_parallel;
-    /* What is really sharded, and among how many ranks? On one rank nothing is, unless its shard is
-     * in host memory. Gradients that are reduced only in the last micro-batch (LAST) are whole
-     * until then. */
+    /* Which classes are really sharded, and among how many ranks? One rank shards nothing, unless
+     * its shard is in host memory. Gradients that are reduced in the last micro-batch (LAST) are
+     * whole. */
     const dtrain__classes *kind = &layout->kind->shards;
     const int size = (int)desc->node_size;
     layout->all = all;
@@ -322,7 +325,7 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Return the bucket of a parameter if it is sharded; NULL: every rank has the whole value. */
+/* Return the bucket of a parameter if it is sharded; NULL if every rank has the whole value. */
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i)
 {
     dtrain__bucket *bucket = layout->entries[i].bucket;

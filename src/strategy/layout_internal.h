@@ -1,12 +1,12 @@
-/* The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
+/* The tables of a strategy: kinds, parameters, buckets, units, and their memory
  *
  *     dtrain__kind_row  a row of the table of kinds: what is sharded
  *     dtrain__entry     what a strategy knows of one registered parameter
- *     dtrain__bucket    gradients that travel together, and where their values and shards are
+ *     dtrain__bucket    gradients that travel together, and the memory of their values and shards
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
- * The storage of an alias is the entry whose value and gradient it shares; every other entry is its
+ * The storage of an alias is the entry whose value and gradient it shares; other entries are their
  * own storage. */
 
 #pragma once
@@ -21,7 +21,8 @@
 #include "strategy/core_view_internal.h"
 #include "device/device.h"
 
-#define DTRAIN__NONE UINT32_MAX /* no unit, no owner */
+#define DTRAIN__NONE UINT32_MAX                 /* no unit, no owner */
+#define DTRAIN__BUCKET_BYTES ((size_t)25 << 20) /* of a bucket but the first one, by default */
 
 /* The classes of memory that are sharded: optimizer state, gradients, parameters. */
 typedef struct dtrain__classes {
@@ -31,79 +32,78 @@ typedef struct dtrain__classes {
 typedef struct dtrain__kind_row {
     const char *name;
     dtrain__classes shards;
-    bool owners;   /* a shard is a list of whole tensors, as optimizers of matrices need them */
-    bool replicas; /* shards are those of a node's ranks; every node has all, and they are summed */
+    bool owners;   /* a shard is a list of whole tensors, as optimizers of matrices need */
+    bool replicas; /* the ranks of a node share a copy; copies of several nodes are averaged */
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
     struct dtrain__bucket *bucket; /* of its storage, or NULL */
-    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen, and
-                                      its storage is here */
-    bool whole;                    /* its value and gradient are never sharded */
+    bool trainable;                /* has a gradient: not frozen, nor its storage, and its storage
+                                      has memory on this rank */
+    bool whole;                    /* value and gradient are never sharded */
     bool marked;                   /* ready was called in this backward */
-    bool seen;                     /* it had a gradient in this step */
-    bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* the host has given no array: the library lends one, and initialises it */
-    bool lends_grad;  /* the same of the gradient */
-    bool here;        /* its unit is in a stage that this rank has */
-    /* Of storages alone: */
-    uint32_t unit;    /* index of their unit, NONE when several units use them */
-    bool tied;        /* stages of other ranks have copies of it */
-    uint32_t uses;    /* trainable entries here that share this gradient: dtrain__lay_out */
-    uint32_t pending; /* those not yet marked in this backward */
-    int64_t offset;   /* first element within the bucket */
-    float *own_value; /* memory of the library for a value that is whole, or NULL */
-    /* memory of the library for the arrays in the host's type; NULL: fp32, or the host's own. In
-     * units they are where dtrain__lay_typed says, while the unit is gathered. */
+    bool seen;                     /* had a gradient in this step */
+    bool warned;                   /* its missing gradient was reported */
+    bool lends_value;              /* the value is an array of the library, which initialises it */
+    bool lends_grad;               /* the gradient is an array of the library */
+    bool local;                    /* a pipeline stage of this rank uses it */
+    /* Of storages only: */
+    uint32_t unit;    /* index of its unit; NONE: several units use it */
+    bool tied;        /* pipeline stages on other ranks have copies */
+    uint32_t uses;    /* trainable entries on this rank that share this gradient */
+    uint32_t pending; /* entries not yet marked in this backward */
+    int64_t offset;   /* first element in the bucket */
+    float *own_value; /* memory of the library for a whole value, or NULL */
+    /* Memory of the library for arrays in the host's type; NULL: the type is fp32, or the host owns
+     * the arrays. In gathered units valid while the unit is gathered (dtrain__lay_typed). */
     void *typed_value, *typed_grad;
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
-    uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
-    bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
-    bool sharded;      /* each rank updates a shard of it */
-    bool tied;         /* it is one weight, of which stages of other ranks have copies */
-    bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
-                          elsewhere: so it travels in every backward */
+    uint32_t unit;     /* index of its unit; NONE: several units use it, or it is cut by size */
+    bool trainable;    /* false: frozen values of a unit, gathered and never reduced */
+    bool sharded;      /* each rank updates a shard */
+    bool tied;         /* one weight, of which pipeline stages on other ranks have copies */
+    bool shards_grads; /* the reduced shard has separate memory: reduced in every backward */
     int64_t count;     /* words, padding included */
-    int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
-    int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
-                                         them, or with several nodes its slice (bucket_close) */
+    int64_t shard_first, shard_count; /* this rank's shard; of a whole bucket everything */
+    int64_t slice_first, slice_count; /* elements that this rank exchanges between nodes; with one
+                                         node all (dtrain__layout_turn) */
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
-    uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    const struct dtrain__step_list *steps; /* from its gradients to their mean: steps.c */
-    uint32_t step; /* how far they are: 0, the number of the step under way, or DTRAIN__REDUCED */
+    uint32_t uses, pending;           /* sums over the members' fields of this name */
+    const struct dtrain__step_list *steps; /* steps from its gradients to their mean: steps.c */
+    uint32_t step;     /* 0: not begun; number of the step under way; or DTRAIN__REDUCED */
+    dtrain_comm *comm; /* of that step */
     dtrain_work **reduces, **gathers;      /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* state of compression (steps_internal.h), or NULL */
-    float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
-    int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
-    bool tensor_packed;
-    float *values, *grads;           /* (count) */
-    float *value_shard, *grad_shard; /* (shard_count); in host memory if: */
+    float *tensor_sum;     /* (tensor_count) packed gradients to sum over the tensor axis */
+    int64_t tensor_count;  /* 0: nothing is summed over the tensor axis */
+    float *values, *grads; /* (count) */
+    float *value_shard, *grad_shard; /* (shard_count), in host memory if the flag below is set */
     bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads;     /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
     uint16_t *typed_values, *typed_grads; /* (count) of a unit: arrays in the host's type */
 } dtrain__bucket;
 
-/* Where the values of a unit are: the drawing is in units.c. */
+/* The state of a unit's values: the drawing is in units.c. */
 typedef enum dtrain__unit_state {
     DTRAIN__UNIT_ABSENT,
-    DTRAIN__UNIT_COMING,
-    DTRAIN__UNIT_HERE,
+    DTRAIN__UNIT_GATHERING,
+    DTRAIN__UNIT_GATHERED,
     DTRAIN__UNIT_SHOWN
 } dtrain__unit_state;
 
-/* Units stand in registration order of their first parameters. */
+/* Units stand in the order in which their first parameters are registered. */
 typedef struct dtrain__unit {
     uint32_t id;                        /* dtrain_param.unit */
     dtrain__bucket *trainable, *frozen; /* its buckets, or NULL */
     bool own_memory;                    /* no slot: stays from its first gather to publish */
     dtrain__unit_state state;
-    dtrain__unit_state before; /* to restore after a read, which borrows slots */
+    dtrain__unit_state before; /* state to restore after dtrain_strategy_read, which uses slots */
 } dtrain__unit;
 
-/* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
+/* Two buffers that units use in turn, unit u number u % 2; each fits the largest unit. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
     uint16_t *low_values[2], *low_grads[2];  /* NULL for fp32 */
@@ -120,39 +120,39 @@ typedef struct dtrain__layout {
     /* Type of sums, shards and masters: F32, or (parameters in fp64) F64. Counts and offsets of
      * buckets are in words of 4 bytes: an element of F32 is one, of F64 two. */
     uint32_t dtype;
-    int ranks, rank;             /* among those that share one copy of the model */
-    int all, all_rank;           /* among all of the strategy */
-    int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
-    int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
-    int tensor_ranks;            /* that share each cut parameter */
-    bool partial;                /* sequence parallelism: gradients of whole parameters are to be
+    int ranks, rank;             /* ranks that share one copy of the model; this rank among them */
+    int all, all_rank;           /* ranks of the strategy; this rank among them */
+    int node_ranks;              /* ranks of a node if hierarchical on several nodes; otherwise 1 */
+    int slice_ranks, slice_rank; /* ranks that exchange a slice: one per node; otherwise all */
+    int tensor_ranks;            /* ranks that share each cut parameter */
+    bool partial;                /* sequence parallelism: gradients of whole parameters are
                                     summed over the tensor axis */
-    /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
-     * says. state: any of them; grads: units make gradients in alternating buffers and keep shards;
-     * params: values are gathered. */
+    /* Classes that are really sharded: with one rank, or accumulation LAST, fewer than the kind
+     * says. state: any class; grads: backward writes gradients into alternating buffers, and shards
+     * have separate memory; params: values are gathered. */
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
-    const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
-    struct dtrain_hook_tensor *tensors;         /* (count) of compression, or NULL */
-    struct dtrain__compressed *compressed;      /* (count), one a bucket */
-    uint64_t state_bytes;                       /* residuals and velocities */
-    float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
+    const dtrain_compression_desc *compression; /* NULL: none, or one rank */
+    struct dtrain_hook_tensor *tensors;         /* (count) for compression, or NULL */
+    struct dtrain__compressed *compressed;      /* (count) one per bucket */
+    uint64_t state_bytes;                       /* bytes of residuals and velocities */
+    float *bounce[2];        /* bounce buffers in host memory, for results to add to a shard */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
-    uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
-    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
+    uint32_t *owners;        /* (count) ZERO3: owner rank of each storage */
+    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: first element of each rank's shard */
     size_t bucket_count, unit_count;
-    /* Buckets that may be launched in a backward. Buckets of weights that stages of other ranks
-     * have too come last and wait for finish: a stage that began their sum in the middle of a
-     * schedule would, where collectives run in the order of their start, wait for a stage that
-     * waits for a message from it. */
+    /* End of the buckets that may be launched before finish. The later ones are weights tied
+     * between stages of several ranks. Assume that a stage started their sum in the middle of a
+     * schedule, and that collectives run in the order of their start: it would wait for a stage
+     * that waits for a message from it. */
     size_t untied;
     dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
-    uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
+    uint64_t value_bytes, grad_bytes; /* bytes on the device, whoever allocated them */
 } dtrain__layout;
 
 /* strategy/params.c */
@@ -165,7 +165,7 @@ DTRAIN__PRIVATE uint32_t dtrain__sums_dtype(const dtrain_param *params, size_t c
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, void *value);
-#define DTRAIN__STAGING_COUNT 1024 /* elements that go through the stack: no call can fail */
+#define DTRAIN__STAGING_COUNT 1024 /* elements of a buffer on the stack: no call can fail */
 
 /* strategy/layout.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);

@@ -1,16 +1,16 @@
 /* Two levels of ranks
  *
- * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
- * that each rank exchanges only its slice with the ranks of other nodes that have the same slice:
+ * Consecutive ranks are a node. With hierarchical a bucket is first reduced inside every node. Then
+ * each rank exchanges only its slice, with the ranks of other nodes that have the same slice:
  *
  *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
  *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
  *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
  *     NODE_GATHER       both slices               |  both slices                 inside a node
  *
- * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
- * two levels. HYBRID_SHARD shards on the first level only: REDUCE_SCATTER makes the sum over a
- * node, and REPLICAS adds up the nodes' shards. */
+ * The steps of a sharded bucket end with a reduce-scatter of the slice, and its values are gathered
+ * in the same two levels. HYBRID_SHARD shards on the first level only: REDUCE_SCATTER makes the sum
+ * over a node, and REPLICAS adds up the shards of the nodes. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -26,8 +26,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0
- * when nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is
+/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node. Set it to 0
+ * if nodes differ in size, if their ranks are mixed, or if other ranks of the tensor axis have
  * another number. Collective: a rank knows its own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
                                                  const dtrain__groups *groups, uint32_t *node_ranks)
@@ -41,7 +41,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
     DTRAIN__TRY(dtrain_all_gather(groups->data, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
     while (size < ranks && nodes[size] == nodes[0]) size++;
     *node_ranks = ranks % size ? 0 : (uint32_t)size;
-    for (int r = 1; r < ranks; r++) /* a node begins at every multiple of size, and nowhere else */
+    for (int r = 1; r < ranks; r++) /* a node begins exactly at every multiple of size */
         if ((nodes[r] == nodes[r - 1]) != (r % size != 0)) *node_ranks = 0;
     if (!groups->model) return DTRAIN_OK;
     int64_t most[2] = {*node_ranks, -(int64_t)*node_ranks};
@@ -51,8 +51,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
     return DTRAIN_OK;
 }
 
-/* Resolve node_size, the number of consecutive ranks that are a node. With hierarchical one node,
- * or nodes of one rank, are allowed: a program that is started on fewer machines uses one level. */
+/* Resolve node_size, the number of consecutive ranks that are a node. Hierarchical allows one node,
+ * and nodes of one rank: a program that is started on fewer machines uses one level. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
     dtrain_strategy_desc *desc = &strategy->desc;
@@ -84,32 +84,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_node_size(dtrain_strategy *strateg
 
 /* ---- Steps between levels ---------------------------------------------------------------------*/
 
-/* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
+/* NODE_SCATTER: replace this rank's slice of a bucket's gradients by its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket,
-                                                         const dtrain__step *step)
+                                                         dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(step->comm, bucket->grads, bucket->grads + bucket->slice_first,
+    return dtrain_reduce_scatter(bucket->comm, bucket->grads, bucket->grads + bucket->slice_first,
                                  (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                                  (dtrain_dtype)strategy->layout.dtype, bucket->steps->op,
                                  bucket->reduces);
 }
 
-/* NODE_GATHER: all slices of this node to all its ranks. */
+/* NODE_GATHER: give all ranks of this node all its slices. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket,
-                                                        const dtrain__step *step)
+                                                        dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(step->comm, bucket->grads + bucket->slice_first, bucket->grads,
+    return dtrain_all_gather(bucket->comm, bucket->grads + bucket->slice_first, bucket->grads,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              (dtrain_dtype)strategy->layout.dtype, bucket->reduces);
 }
 
-/* Multiply x, a sum over all ranks (count elements of the bucket), by 1/N. In fp16 a sum may
- * overflow where the mean does not: there, and in fp64, each collective makes a mean, and nothing
- * is left. */
+/* Multiply x, a sum over all ranks (count elements of the bucket), by 1/N. In fp16 a sum can
+ * overflow where the mean does not. In fp16 and fp64 each collective makes a mean, and nothing is
+ * left. */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {
@@ -123,11 +121,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
 
-/* SCALE: the sum over all nodes becomes the mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  const dtrain__step *step)
+/* SCALE: turn the sum over all nodes into the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (bucket->sharded)
         return dtrain__scale(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                              bucket->shard_count);
@@ -137,10 +133,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale_begin(dtrain_strategy *strategy, dtr
 
 /* ---- Replicas
  *
- * With HYBRID_SHARD an all-reduce between nodes follows: of the result, in every micro-batch, or of
- * the shard that has summed the results up, in the last one (DTRAIN_ACCUMULATION_SHARD_EVERY). */
+ * With HYBRID_SHARD an all-reduce between nodes follows. It reduces the result of every
+ * micro-batch; or, with DTRAIN_ACCUMULATION_SHARD_EVERY, the shard that holds the sum of all
+ * results, in the last micro-batch. */
 
-/* Return the device memory where this node's sum becomes that of all nodes. */
+/* Return the device memory in which this node's sum becomes the sum of all nodes. */
 static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
@@ -148,33 +145,31 @@ static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain_
     return dtrain__reduce_result(strategy, bucket);
 }
 
-/* REPLICAS: a shard of the sum over this node = the mean over all nodes. */
+/* REPLICAS: turn a shard of the sum over this node into the mean over all nodes. */
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
     void *wire = bucket->low_grads ? dtrain__wire(bucket, bucket->shard_first) : sum;
     DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
                                      bucket->shard_count, false));
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire,
+    return dtrain_all_reduce(bucket->comm, wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket, const dtrain__step *step)
+                                                   dtrain__bucket *bucket)
 {
     float *sum = dtrain__replica_sum(strategy, bucket);
-    (void)step;
     DTRAIN__TRY(dtrain__wire_convert(strategy, bucket, sum, bucket->shard_first,
                                      bucket->shard_count, true));
     return dtrain__scale(strategy, bucket, sum, bucket->shard_count);
 }
 
-/* Return the number of the last step that uses the buffer in which a bucket's gradients were made.
- * REPLICAS and the steps after it do not if they work on the shard, unrounded. */
+/* Return the number of the last step that uses the buffer in which backward wrote a bucket's
+ * gradients. REPLICAS and later steps do not use it if they work on the shard, unrounded. */
 DTRAIN__PRIVATE uint32_t dtrain__buffer_steps(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket)
 {

@@ -1,8 +1,8 @@
 /* Memory of a layout
  *
- * Three blocks: values, gradients, buffers; and a fourth one in host memory for shards that are
- * offloaded. The same code runs twice: first to count their bytes, then, when the blocks are
- * allocated, to cut them into pieces. */
+ * There are three blocks of device memory, for values, gradients and buffers, and one of host
+ * memory for offloaded shards. The same code runs twice: first it counts the bytes of the blocks;
+ * when they are allocated, it cuts them into pieces. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -23,8 +23,8 @@ DTRAIN__PRIVATE int64_t dtrain__elements(const dtrain__layout *layout, int64_t w
     return layout->dtype == DTRAIN_DTYPE_F64 ? words / 2 : words;
 }
 
-/* Count the words of parameter i that lie in [first, first + count) of a bucket, and set *low to
- * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
+/* Count the words of parameter i in [first, first + count) of a bucket, and set *low to the first
+ * one. 0 or less: there are none, or i is an alias or in another bucket. */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low)
 {
@@ -35,8 +35,8 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
     return dtrain__min(entry->offset + dtrain__words(layout, p->count), first + count) - *low;
 }
 
-/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates;
- * return false if it keeps none. */
+/* Find the part of storage i, in elements, that this rank keeps and, if it is trainable, updates.
+ * False: this rank keeps none. */
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count)
 {
@@ -51,7 +51,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     return *count > 0;
 }
 
-/* Cut the next piece, of count fp32 elements, from a block. */
+/* Cut a piece of count fp32 elements from a block. */
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
 {
     char *memory = layout->memory[block];
@@ -60,13 +60,13 @@ DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t 
     return piece;
 }
 
-/* Cut a piece of count elements of 16 bits. */
+/* Cut a piece of count 16-bit elements. */
 static uint16_t *dtrain__carve_low(dtrain__layout *layout, int block, int64_t count)
 {
     return (uint16_t *)(void *)dtrain__carve(layout, block, (count + 1) / 2);
 }
 
-/* Cut a piece of fp32 and, where it travels as a dtype of 16 bits, a piece of that from buffers. */
+/* Cut a piece of fp32 elements, and a piece of a 16-bit dtype if they travel as that. */
 static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
                                  uint16_t **low)
 {
@@ -83,7 +83,7 @@ static int64_t dtrain__bucket_length(const dtrain__bucket *bucket)
     return bucket ? bucket->count : 0;
 }
 
-/* Lay out a bucket's values: whole ones in one piece, or a shard and memory to gather them in. */
+/* Lay out a bucket's values: whole values, or a shard and memory to gather the values. */
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const dtrain__turns *turns = &layout->turns;
@@ -129,8 +129,8 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
     else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
-/* Lay out the arrays of storage i in the host's type where the library owns them. An array of
- * gathered values comes and goes with the unit: in its slot, or as the values that arrive in
+/* Lay out the arrays of storage i in the host's type that the library owns. An array of gathered
+ * values is valid while its unit is gathered: in the unit's slot, or where values arrive in
  * param_dtype. */
 static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
 {
@@ -159,15 +159,14 @@ static void dtrain__lay_typed(dtrain__layout *layout, size_t i)
             dtrain__carve_low(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, p->count);
 }
 
-/* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
- * the library owns in registration order, and two bounce buffers in host memory, of the length of
- * the longest gradient shard there. Count the bytes that this rank holds on the device, whoever
- * allocated them. */
+/* Lay out all memory: two buffers of each kind for the largest unit; the buckets; whole values of
+ * the library in registration order; two bounce buffers in host memory for the longest gradient
+ * shard there. Count the bytes that this rank holds on the device, whoever allocated them. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     int64_t values = 0, grads = 0, longest = 0;
     dtrain__turns *turns = &layout->turns;
-    bool typed_values = false, typed_grads = false; /* the library owns some in units */
+    bool typed_values = false, typed_grads = false; /* the library owns such arrays in units */
     memset(layout->bytes, 0, sizeof layout->bytes);
     layout->value_bytes = layout->grad_bytes = 0;
     for (size_t u = 0; u < layout->unit_count; u++) {
@@ -209,7 +208,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i];
         if (p->state.storage != p) continue;
         const bool whole = !dtrain__shard_bucket(layout, i);
-        const bool inside = p->dtype == layout->dtype; /* the host's arrays are of the same type */
+        const bool inside = p->dtype == layout->dtype; /* the host's arrays have this type */
         const bool value = inside && dtrain__host_value(p), grad = inside && dtrain__host_grad(p);
         const int64_t words = dtrain__words(layout, p->count);
         if (whole && !value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, words);

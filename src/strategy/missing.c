@@ -1,11 +1,11 @@
-/* The end of a step: missing gradients are reported, buffers averaged */
+/* The end of a step: report missing gradients, average buffers */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* Report parameters for which ready was not called in this step, at most eight by name. A warning
- * names a parameter once; on a rank without samples nothing is missing. All buckets have been
- * launched, so no other rank waits for this one. */
+ * names a parameter once. On a rank without samples nothing is missing. All buckets are launched,
+ * so no other rank waits for this one. */
 DTRAIN__PRIVATE dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";
@@ -16,12 +16,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
+        if (!entry->trainable || !entry->local || entry->seen || (entry->warned && !strict))
             continue;
-        /* frozen in this step, as the program may: its gradient is not missing */
+        /* frozen in this step, which is allowed: its gradient is not missing */
         if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
         entry->warned = true;
-        if (count++ < 8) /* 103 bytes each: there is room for them */
+        if (count++ < 8) /* 103 bytes each fit */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%s\"",
                                      used ? ", " : "", dtrain__short(p->name));
     }

@@ -1,26 +1,26 @@
 /* The norm of gradients
  *
- * The norm is one number from all shards, added in double in registration order: the same bits on
- * every rank that has the same gradients.
+ * The norm is one number over all shards. It is added in double in registration order, so that
+ * ranks with the same gradients get the same bits:
  *
- *     norm^2 = sum over the ranks that hold one model between them, in their order,
- *              of the sum over the ranks that share a copy of their part of it, in their order,
- *              of the sum of squares of what this rank counts
+ *     norm^2 = sum over m of the sum over c of the sum of squares that rank (m, c) counts
+ *     m        ranks that hold one model together, in their order
+ *     c        ranks that share one copy of a part of the model, in their order
  *
- * Every element of the model counts once: of what the tensor axis cuts each rank counts its part,
- * of what is whole on all its ranks the first. The sum of as many squares of fp32 numbers as fit
- * into a memory is far inside double's range: it is not finite exactly when some gradient, on any
- * rank, is not. Replicas of a shard have the same bits, and ranks with different shards exchange
- * their sums: so all ranks get the same norm without further communication. */
+ * Every element of the model counts once. Each rank of a tensor axis counts its part of a cut
+ * parameter; its first rank counts whole parameters. The sum of squares of as many fp32 numbers as
+ * memory holds is far inside the range of double: it is not finite exactly if some gradient, on any
+ * rank, is not finite. Replicas of a shard have the same bits, and ranks with different shards
+ * exchange their sums. So all ranks get the same norm without further communication. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* Add the squares of the shards in host memory, or of those on the device, to *total, which is in
- * the same memory. Gradients that are not sharded are on all ranks that share a copy: the first of
- * these counts them; of a tied weight the first stage. `replicated`: count what is whole on all
- * ranks of the tensor axis, on each of them, to see that it is the same. */
+ * the same memory. Ranks that share a copy all have gradients that are not sharded: the first rank
+ * counts them. The first pipeline stage counts a tied weight. `replicated`: count on each rank of
+ * the tensor axis what is whole on all of them, to check that it is the same. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
                                          double *total)
 {
@@ -52,7 +52,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     return DTRAIN_OK;
 }
 
-/* Set *total, device memory, to the sum of the squares of what is on the device. */
+/* Set *total, in device memory, to the sum of the squares on the device. */
 DTRAIN__PRIVATE dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
                                                      double *total)
 {
@@ -60,9 +60,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__device_squares(dtrain_strategy *strategy, 
     return dtrain__add_squares(strategy, false, replicated, total);
 }
 
-/* Collect `count` sums of each rank of a communicator, as words (a sum of doubles made by the
- * communicator would not be exact), and add the first ones up, in rank order; add up the second
- * ones too, if `both`. */
+/* Collect `count` sums of each rank of a communicator, as integers, because a communicator's sum of
+ * doubles would not be exact. Add up the first sums in rank order, with `both` also the second. */
 static dtrain_result dtrain__sum_ranks(dtrain_strategy *strategy, dtrain_comm *comm, double *sums,
                                        size_t count, bool both)
 {
@@ -76,10 +75,10 @@ static dtrain_result dtrain__sum_ranks(dtrain_strategy *strategy, dtrain_comm *c
     return DTRAIN_OK;
 }
 
-/* Check that the ranks of each tensor axis have the same gradients of what is whole on them, the
- * second sums, which have been gathered: ranks that read other samples, or run another program,
- * would spoil the model without any other sign. Shards that are cut elsewhere, and kernels that add
- * in another order, make them differ by rounding; other samples by far more. */
+/* Check that the ranks of each tensor axis have the same gradients of whole parameters: compare the
+ * second sums, which have been gathered. Ranks that read other samples or run another program would
+ * spoil the model without any other sign. Kernels that add in another order make sums differ by
+ * rounding; other samples make them differ by far more. */
 static dtrain_result dtrain__check_replicated(dtrain_strategy *strategy)
 {
     dtrain_comm *comm = strategy->groups.model;

@@ -1,35 +1,33 @@
 /* Offload: shards in host memory
  *
  * PUT, GET and RETURN are steps of sharded buckets (steps.c): they copy a gradient shard to and
- * from host memory. host_settle waits for copies to it; host_bring copies a value shard to the
- * device.
+ * from host memory. host_settle waits for copies to the host; host_bring copies a value shard to
+ * the device.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | put shard of 2       | put shard of 1 ...
  *     CPU                             (add it, in later micro-batches)          | norm | update
  *     up                                                                        | new values
  *
- * A copy to the host is queued behind the kernels queued so far, and later kernels wait for it
- * before they overwrite the buffer that it reads (settle). The shard of a later micro-batch arrives
- * in one of two bounce buffers, and is added when that buffer is needed again, or at the end of the
- * backward (settle). */
+ * A copy to the host is queued after the kernels queued so far. Later kernels wait for it before
+ * they overwrite the buffer that it reads (settle). The shard of a later micro-batch arrives in one
+ * of two bounce buffers. It is added when the buffer is needed again, or at the end of backward. */
 
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* Order two streams: work queued on `later` from now on comes after all that is queued on
- * `earlier` so far. */
-static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
-                                           dtrain_stream *earlier)
+/* Order two streams: work queued on `later` from now on runs after work queued on `earlier`. */
+DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                                    dtrain_stream *earlier)
 {
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Let the host wait until copy number `turn`, 0 or 1, has reached host memory, at most until the
+/* Wait on the host until copy number `turn`, 0 or 1, has reached host memory, or until the
  * deadline. The communicator reports dead ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
 {
@@ -65,7 +63,7 @@ static dtrain_result dtrain__bounce_add(dtrain_strategy *strategy, uint32_t i)
     return offload->cpu->ops->add(offload->cpu, &add);
 }
 
-/* Queue grad_shard = result (device memory), or += with add. */
+/* Queue grad_shard = result (device memory); with `add` grad_shard += result. */
 static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                       const float *result, bool add)
 {
@@ -87,21 +85,18 @@ static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket 
 
 /* PUT: copy the result of a backward to the shard in host memory, or add it there. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_put_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
-    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket, step);
+    if (!bucket->grad_on_host) return dtrain__keep_begin(strategy, bucket);
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket),
                             strategy->accumulated);
 }
 
-/* GET: queue a copy of the shard, with everything that was put there, back to the result. After the
- * only micro-batch of a step it is there. */
+/* GET: queue a copy of the shard, the sum of all micro-batches, back to the result. After the only
+ * micro-batch of a step the result is still there. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket,
-                                                     const dtrain__step *step)
+                                                     dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->grad_on_host || !strategy->accumulated) return DTRAIN_OK;
     for (uint32_t i = 0; i < 2; i++)
         if (strategy->offload.bounced[i] == bucket) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
@@ -112,17 +107,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_get_begin(dtrain_strategy *strategy,
 
 /* RETURN: copy the reduced result to the shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_return_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket,
-                                                        const dtrain__step *step)
+                                                        dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->grad_on_host) return DTRAIN_OK;
     return dtrain__host_put(strategy, bucket, dtrain__reduce_result(strategy, bucket), false);
 }
 
 /* Make kernels queued from now on wait until the copies queued so far have read their buffers. At
- * the end of a backward first make all buffers free and, after the last one of a step, wait until
- * the shards are complete. */
+ * the end of a backward first free all bounce buffers; after the last backward of a step also wait
+ * until the shards are complete. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, bool over)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -134,8 +127,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy, boo
     return dtrain__update_await(strategy, 0);
 }
 
-/* Queue a copy of a value shard to its place among the gathered values: behind the kernels that use
- * the unit that had the slot, and ahead of the collective. */
+/* Queue a copy of a value shard to its place among the gathered values: after the kernels that use
+ * the slot's previous unit, and before the collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     return strategy->device->ops->copy_async(
@@ -165,7 +158,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Wait and free: copies still queued use the memory that is freed next. */
+/* Wait, because queued copies use the memory that is freed next; then free. */
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -183,40 +176,14 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
 
 /* ---- An update in host memory -----------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy)
+DTRAIN__PRIVATE const dtrain__offload *dtrain__offload_of(const dtrain_strategy *strategy)
 {
-    return strategy->offload.cpu;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_order(dtrain_strategy *strategy, bool ends)
-{
-    dtrain_stream *compute = NULL;
-    return ends ? dtrain__stream_follow(strategy, compute, strategy->offload.up)
-                : dtrain__stream_follow(strategy, strategy->offload.down, compute);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
-                                                  const float *from, int64_t count)
-{
-    dtrain_device *device = strategy->device;
-    const dtrain__offload *offload = &strategy->offload;
-    if (to)
-        DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
-                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
-    return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
-                                                const float *from, int64_t count)
-{
-    dtrain_device *device = strategy->device;
-    return device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
-                                   DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
+    return &strategy->offload;
 }
 
 /* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy
- * of values that are on the device, and for gradients that are on the device *staging grows to
- * the elements that one of the two staging buffers holds: a piece of them, or with `whole` all. */
+ * of values on the device. For gradients on the device *staging grows to the elements of one of the
+ * two staging buffers: a piece of the gradients, or with `whole` all of them. */
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
                                               bool whole, int64_t *staging)
 {

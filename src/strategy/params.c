@@ -1,6 +1,7 @@
-/* Parameters: checks and completes what the host registers
+/* Parameters: check and complete what the host registers
  *
- * layout.c makes two tables of it: entries, and buckets of gradients that travel together.
+ * layout.c makes two tables of the parameters: entries, and buckets of gradients that travel
+ * together.
  *
  *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
  *     storage   0        1        2        0               head is an alias of wte
@@ -10,9 +11,9 @@
  *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
  *
  * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
- * the first. A tied gradient is final when backward has come to its first entry, the storage, and
- * has its place in the order there. Every gradient starts on a cache line. Padding is zero and
- * stays zero under the mean, so that it changes no bits. */
+ * the first. A tied gradient is final when backward has come to its first entry, the storage; its
+ * place in the order is there. Every gradient starts on a cache line. Padding is zero and stays
+ * zero under the mean, so it changes no bits. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -55,8 +56,8 @@ DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
     return part;
 }
 
-/* Complete count from shape or shape from count, and check that they agree. What the tensor axis
- * cuts must have a shape, and gets the count of this rank's part. */
+/* Complete count from shape or shape from count, and check that they agree. A cut parameter must
+ * have a shape, and gets the count of this rank's part. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
                                            const dtrain__groups *groups)
 {
@@ -91,7 +92,7 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
                               (long long)p->count, product);
 }
 
-/* Return the type of sums, shards and masters. All parameters are in fp64, or none. */
+/* Return the type of sums, shards and masters. All parameters are fp64, or none. */
 DTRAIN__PRIVATE uint32_t dtrain__sums_dtype(const dtrain_param *params, size_t count)
 {
     return count && params[0].dtype == DTRAIN_DTYPE_F64 ? DTRAIN_DTYPE_F64 : DTRAIN_DTYPE_F32;
@@ -116,7 +117,7 @@ static dtrain_result dtrain__check_dtype(const dtrain_param *p, size_t index)
                               name);
 }
 
-/* Find the storage of an alias. Its target is an earlier entry, whose storage is known: so one pass
+/* Find the storage of an alias. Its target is an earlier entry with a known storage, so one pass
  * resolves chains too. An alias without a shape takes that of its target. */
 static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
 {
@@ -167,8 +168,8 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     return DTRAIN_OK;
 }
 
-/* Set grad_written of a storage and of all its aliases: a host reads that of the entry that it is
- * working on. Without a strategy `next` is NULL. */
+/* Set grad_written of a storage and of all its aliases: a host reads it in the entry that it is
+ * computing. Without a strategy `next` is NULL. */
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written)
 {
     dtrain_param *p = storage;
@@ -178,8 +179,8 @@ DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool writte
     } while (p && p != storage);
 }
 
-/* Check the array and fill in its shapes, counts and states. Names are compared each with each,
- * once: a thousand parameters take some milliseconds. */
+/* Check the array and fill in its shapes, counts and states. Compare each name with every other,
+ * once: that takes some milliseconds for a thousand parameters. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
                                                      const dtrain__groups *groups)
 {
@@ -225,8 +226,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
 /* ---- Values -----------------------------------------------------------------------------------*/
 
 /* Initialise value (count; host or device memory) as elements [first, first + count) of a part of
- * parameter p; part NULL: of the whole. An element is a function of (seed, parameter, its place in
- * the whole) only: the same on every rank, however values are cut and sharded. */
+ * parameter p; part NULL: of the whole. An element is a function of (seed, parameter, place in the
+ * whole) only: it is the same on every rank, however values are cut and sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, void *value)
@@ -244,7 +245,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
     }
     for (int64_t at = 0, filled = 0; at < count; at += filled, filled = 0) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        while (filled < some) { /* runs that follow one another in the whole */
+        while (filled < some) { /* runs that are consecutive in the whole */
             int64_t run = some, from = first + at + filled;
             if (part) from = dtrain__share_place(part, from, &run);
             run = dtrain__min(run, some - filled);

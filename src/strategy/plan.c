@@ -1,15 +1,15 @@
 /* Planning, and AUTO
  *
  * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the first
- * candidate that fits into the memory of every rank, in an order from little communication and much
- * memory to much communication and little memory. */
+ * candidate that fits into the memory of every rank. The candidates go from little communication
+ * and much memory to much communication and little memory. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-/* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
+/* Count the memory of a layout's rank, and keep it in *memory if it is larger. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     const dtrain_strategy_desc *desc = layout->desc;
@@ -37,70 +37,57 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
     memory->host = host;
 }
 
-/* Find the memory of the rank that holds most; nothing is allocated but tables. params and *desc
- * are resolved, and so is its kind. */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
-                                                const dtrain_param *params, size_t count,
-                                                const dtrain_strategy_desc *given, int ranks,
+/* Find the memory of the rank that needs most. Allocates only tables. params, *desc and its kind
+ * are resolved. */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain__model *model,
+                                                const dtrain_strategy_desc *given,
                                                 dtrain_memory *memory)
 {
     dtrain_strategy_desc desc = *given;
     dtrain__layout layout;
-    dtrain__resolve_levels(&desc, ranks);
+    dtrain__resolve_levels(&desc, model->ranks);
     memset(memory, 0, sizeof *memory);
-    dtrain_result result = dtrain__steps_layout(&layout, a, params, count, &desc, ranks, 0);
-    /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
-     * states and compression's states of a slice do not. */
-    const int differ = desc.compression                          ? ranks
+    dtrain_result result = dtrain__steps_layout(&layout, model, &desc, 0);
+    /* Ranks with equal shards need the same memory. With owned tensors, with groups that have other
+     * numbers of states, and with compression's states of a slice they do not. */
+    const int differ = desc.compression                          ? model->ranks
                        : layout.kind->owners || desc.group_count ? layout.ranks
                                                                  : 1;
     for (int rank = 1; result == DTRAIN_OK; rank++) {
         dtrain__plan_count(&layout, memory);
         if (rank == differ) break;
         if (desc.compression) {
-            dtrain__steps_layout_free(&layout, a);
-            result = dtrain__steps_layout(&layout, a, params, count, &desc, ranks, rank);
+            dtrain__steps_layout_free(&layout, model->allocator);
+            result = dtrain__steps_layout(&layout, model, &desc, rank);
         } else {
             dtrain__layout_turn(&layout, rank);
             dtrain__steps_memory(&layout);
         }
     }
-    dtrain__steps_layout_free(&layout, a);
+    dtrain__steps_layout_free(&layout, model->allocator);
     return result;
 }
 
-/* Resolve params for a rank, with the stages that it has. */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
-                                                  size_t count, const dtrain_strategy_desc *desc,
-                                                  const dtrain__groups *groups)
-{
-    dtrain__stage_map map;
-    DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
-    DTRAIN__TRY(dtrain__check_wide(params, count, desc));
-    const dtrain_result result =
-        dtrain__stage_map_make(&map, a, params, count, desc->pipeline, groups);
-    if (result == DTRAIN_OK) dtrain__stage_params(&map, params, count);
-    dtrain__stage_map_free(&map, a);
-    return result;
-}
-
-/* Resolve params and a desc of a named kind, and put the desc into *planned. */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
-                                                   size_t count, const dtrain_strategy_desc *desc,
-                                                   int ranks, const dtrain__groups *groups,
+/* Resolve a desc into *planned, and params for a rank with its pipeline stages. */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain__model *model,
+                                                   const dtrain_strategy_desc *desc,
+                                                   const dtrain__groups *groups,
                                                    dtrain__planned *planned)
 {
-    const char *const call = "dtrain_strategy_plan";
+    dtrain_param *params = model->params;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
     const dtrain__kind_row *kind = dtrain__row_of(planned->desc.kind);
-    if (!kind)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
-                           call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__resolve_kind(&planned->desc, kind));
-    if (desc->node_size && ranks % (int)desc->node_size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
-                           desc->node_size, ranks);
-    return dtrain__plan_params(a, params, count, desc, groups);
+    if (kind) DTRAIN__TRY(dtrain__resolve_kind(&planned->desc, kind));
+    if (kind && desc->node_size && model->ranks % (int)desc->node_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_plan: node_size %u does not divide %d ranks",
+                           desc->node_size, model->ranks);
+    DTRAIN__TRY(dtrain__resolve_params(params, model->count, groups));
+    DTRAIN__TRY(dtrain__check_wide(params, model->count, desc));
+    DTRAIN__TRY(dtrain__stage_map_make(&planned->stages, model->allocator, params, model->count,
+                                       desc->pipeline, groups));
+    dtrain__stage_params(&planned->stages, params, model->count);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -109,7 +96,6 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 {
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     dtrain__groups groups;
-    dtrain__planned planned;
     dtrain_strategy_desc own;
     dtrain_compression_desc how;
     DTRAIN__GIVEN("dtrain_strategy_plan", params);
@@ -128,17 +114,25 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
             "dtrain_strategy_plan: rank_count is %d, and the mesh of the desc has %d "
             "ranks; give its number",
             rank_count, mesh.ranks);
-    const int ranks = desc->mesh ? mesh.data : rank_count;
+    if (desc->kind == DTRAIN_STRATEGY_AUTO)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_plan: kind %u is not one that can be planned",
+                           (unsigned)desc->kind);
+    const dtrain__model model = {&a, params, param_count, desc->mesh ? mesh.data : rank_count};
     groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
     const int parts = groups.tensor_ranks * groups.pipeline_ranks;
     const int mine = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
     memset(memory, 0, sizeof *memory);
-    for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
+    for (int i = 1; i <= parts; i++) { /* this rank's part last: params keep it */
         dtrain_memory one;
+        dtrain__planned planned;
+        memset(&planned, 0, sizeof planned);
         groups.tensor_rank = (mine + i) % parts % groups.tensor_ranks;
         groups.pipeline_rank = (mine + i) % parts / groups.tensor_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(&a, params, param_count, desc, ranks, &groups, &planned));
-        DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
+        dtrain_result result = dtrain__plan_resolve(&model, desc, &groups, &planned);
+        if (result == DTRAIN_OK) result = dtrain__plan_kind(&model, &planned.desc, &one);
+        dtrain__stage_map_free(&planned.stages, &a);
+        DTRAIN__TRY(result);
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
         if (one.total > memory->total || i == 1) *memory = one;
         memory->host = host;
@@ -148,13 +142,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
 
-/* Reserve for bytes that a plan does not count: rounding to pages, buffers of extra communicators,
- * a trainer's scalars. */
+/* Reserve for bytes that a plan does not count: rounding to pages, buffers of further
+ * communicators, a trainer's scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* Set *left to the bytes that a strategy may use: what this rank may still allocate, less
- * other_bytes; below zero if those are more. The minimum over the ranks, so that all make the same
- * choice. Where no limit is set a sixteenth stays free, for kernels' scratch and other programs. */
+/* Set *left to the bytes that a strategy may use: the bytes that this rank can still allocate, less
+ * other_bytes; it can be negative. Take the minimum over the ranks, so that all make the same
+ * choice. Without a limit a sixteenth stays free, for scratch of kernels and other programs. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
@@ -185,12 +179,12 @@ static const uint32_t dtrain__auto_order[DTRAIN__CANDIDATES] = {
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 
 /* Plan all candidates that the ranks and other fields do not exclude. node_ranks: ranks of each
- * node, 0 where nodes differ. Local. */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
-                                                      const dtrain_param *params, size_t count,
-                                                      const dtrain_strategy_desc *given, int ranks,
+ * node, 0 if nodes differ. Local. */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain__model *model,
+                                                      const dtrain_strategy_desc *given,
                                                       uint32_t node_ranks, dtrain__candidates *all)
 {
+    const int ranks = model->ranks;
     const uint32_t alone = given->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : given->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                    : DTRAIN_STRATEGY_DDP;
@@ -207,7 +201,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
         if (kind->replicas || (desc->hierarchical && !desc->node_size))
             desc->node_size = node_ranks;
         if (dtrain__resolve_kind(desc, kind) != DTRAIN_OK) continue;
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, desc, ranks, &all->memory[i]));
+        DTRAIN__TRY(dtrain__plan_kind(model, desc, &all->memory[i]));
         all->totals[i] = (int64_t)all->memory[i].total;
         any = true;
     }
@@ -224,6 +218,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->groups.data);
+    const dtrain__model model = {&strategy->allocator, strategy->params, strategy->param_count,
+                                 ranks};
     dtrain__candidates all;
     uint32_t node_ranks;
     int64_t left, least = INT64_MAX;
@@ -233,9 +229,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->groups.all, &left));
     DTRAIN__TRY(dtrain__even_nodes(strategy->world, &strategy->groups, &node_ranks));
     DTRAIN__TRY(dtrain__agree(strategy->groups.all,
-                              dtrain__plan_candidates(&strategy->allocator, strategy->params,
-                                                      strategy->param_count, &strategy->desc, ranks,
-                                                      node_ranks, &all)));
+                              dtrain__plan_candidates(&model, &strategy->desc, node_ranks, &all)));
     DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, all.totals, all.totals, DTRAIN__CANDIDATES,
                                   DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     const uint64_t limit = left > 0 ? (uint64_t)left : 0;

@@ -3,7 +3,7 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Fill in what dtrain_strategy_query answers, except what each step changes. */
+/* Fill in the info of dtrain_strategy_query, except what each step changes. */
 DTRAIN__PRIVATE void dtrain__fill_info(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -47,7 +47,7 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
     return DTRAIN_OK;
 }
 
-/* Add the counters of a communicator; NULL has none. */
+/* Add the counters of a communicator; NULL is ignored. */
 DTRAIN__PRIVATE void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
 {
     dtrain_comm_info one;
@@ -77,7 +77,7 @@ DTRAIN__PRIVATE void dtrain__strategy_info(const dtrain_strategy *strategy,
             dtrain__add_comm(&info->traffic, strategy->owned[i]);
 }
 
-/* The info begins with a desc, which grows too: what follows it has moved by as much. */
+/* The info begins with a desc. If a program's desc has another size, later fields move. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
 {
     const dtrain_abi *abi = dtrain__abi_of(strategy ? strategy->world : NULL);

@@ -1,37 +1,37 @@
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * DDP is the worked example: the sections below have the numbers of the drawing.
+ * DDP is the worked example. Its numbers are those of the sections below.
  *
- *       the tape or the host        on this rank                         among the ranks
+ *       the tape or the host        on this rank                           among the ranks
  *
  *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_buckets: if all its   all-reduce of the bucket,
- *                                   gradients are marked, begin the      under way from here on
- *                                   first of its steps
+ *     2                             dtrain__launch_buckets: if all         all-reduce of the bucket
+ *                                   gradients of the bucket are marked,    starts
+ *                                   begin its first step
  *       backward of the next layer
- *       dtrain_strategy_ready(q)    dtrain__progress: where a step is    all-reduce done
- *                                   done, end it and begin the next
- *     3 dtrain_strategy_finish      dtrain__close_buckets: fill what
- *                                   was not marked, launch the rest
- *                                   dtrain__reduce_until: wait           gradients are the mean
- *                                   counts.c: of samples, not of ranks   all-reduce of weights
- *       clipping, optimizer         on what dtrain_strategy_shards lists
- *     4 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
+ *       dtrain_strategy_ready(q)    dtrain__progress: if a step is done,   all-reduce is done
+ *                                   end it and begin the next
+ *     3 dtrain_strategy_finish      dtrain__close_buckets: fill gradients
+ *                                   that were not marked, launch the rest
+ *                                   dtrain__reduce_until: wait             gradients are the mean
+ *                                   counts.c: mean over samples            all-reduce of weights
+ *       clipping, optimizer         on shards of dtrain_strategy_shards
+ *     4 dtrain_strategy_publish     DDP: nothing to do                     all-gather of shards
  *
- * A bucket goes through its list of steps, which was made at create (steps.c). The list of DDP has
- * one, ALL_REDUCE; kinds that shard have REDUCE_SCATTER and KEEP. Both are at the end of this file;
- * the step of another feature is in a separate file, and this file names none of them. Sharded
- * values are gathered and released in units.c.
+ * A bucket goes through the list of steps that it got at create (steps.c). DDP has one step,
+ * ALL_REDUCE. Kinds that shard have REDUCE_SCATTER and KEEP. These three stand at the end of this
+ * file. Steps of other features stand in separate files; this file names none of them. units.c
+ * gathers and releases sharded values.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
- * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
- * that is complete early waits for those before it. A second step starts when the first is done, at
- * a moment that differs between ranks: so each step has a separate communicator, on which all
- * buckets go in their order.
+ * 0, 1, 2, ..., whatever the order in which it calls ready, and starting a collective never waits.
+ * A bucket that is complete early waits for the buckets before it. A second step starts when the
+ * first is done, which happens at different moments on different ranks. So each step has a separate
+ * communicator, and all buckets use that communicator in their order.
  *
- * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
- * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
- * the order is another: HYBRID_SHARD and hierarchical have other bits.) */
+ * Why bits do not depend on kind, overlap, bucket size or copying: each element is the sum over the
+ * ranks, in rank order, times 1/N, in whichever buffer it is. (HYBRID_SHARD and hierarchical sum
+ * over the ranks of a node first: another order, and other bits.) */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -42,10 +42,10 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy);
 
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* Prepare a new backward, or (step_done) a new step. `pending`, of each gradient and each bucket,
- * is the number of calls of ready to come; dtrain__mark counts it down. grad_written tells the next
- * backward to add to a gradient: it is cleared in every backward where the reduced shard is kept
- * elsewhere, and for whole gradients when the step ends. */
+/* Prepare the next backward, or (step_done) the next step. `pending` of a gradient or bucket counts
+ * the calls of ready that are still to come; dtrain__mark decrements it. grad_written tells the
+ * next backward to add to a gradient instead of overwriting it. It is cleared after every backward
+ * if the reduced shard has separate memory; for whole gradients it is cleared after the step. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -74,16 +74,15 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* Tell whether a bucket is reduced in this backward. Whole gradients add up on each rank until the
- * last micro-batch of a step; gradients of which a rank keeps only a shard are reduced in every
- * backward. */
+/* True if a bucket is reduced in this backward. Whole gradients add up on each rank until the last
+ * micro-batch of a step. If a rank keeps only a shard, they are reduced every time. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from the host's array, or from an array in the host's type, into its bucket, or
- * back. A gradient that lives in the bucket stays there. */
+/* Copy a gradient from the host's array, of any type, into its bucket, or back. A gradient whose
+ * array is the bucket itself stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -97,8 +96,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
-/* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
- * that share it is marked; then every bucket that is complete may be launched. */
+/* Count a final gradient, in constant time. It moves into its bucket when the last alias that
+ * shares it is marked. Then launch every bucket that is complete. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -115,14 +114,14 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
-/* Refuse a second mark in one backward, and one while the gradient has no memory: the gradients of
- * a unit that is walked have theirs from its gather to the gather of another unit. */
+/* Refuse a second mark in one backward, and a mark while the gradient has no memory. A gradient of
+ * a sharded unit has memory from the gather of its unit to the gather of the next unit. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
 {
     const dtrain__entry *entry = &strategy->layout.entries[index];
     const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
-    if (!entry->here)
+    if (!entry->local)
         why = "belongs to a stage of another rank of the pipeline axis, which alone marks it";
     else if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
@@ -136,7 +135,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
                        index, dtrain__short(strategy->params[index].name), why);
 }
 
-/* Set grad_written for a host with its own backward; the tape has set it at its first write. */
+/* Mark a gradient. The tape sets grad_written at its first write; a host with its own backward
+ * leaves that to this function. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     const char *const call = "dtrain_strategy_ready";
@@ -161,13 +161,13 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch, and the steps of a bucket -----------------------------------------------------*/
 
-/* Count the steps that a bucket takes in this backward. */
+/* Count the steps of a bucket in this backward. */
 static uint32_t dtrain__step_count(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return strategy->more ? bucket->steps->early_count : bucket->steps->count;
 }
 
-/* Tell whether collectives follow the step under way. */
+/* True if a later step of this bucket has a collective. */
 static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     for (uint32_t i = bucket->step; i < dtrain__step_count(strategy, bucket); i++)
@@ -175,12 +175,13 @@ static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__buck
     return false;
 }
 
-/* Begin the next steps, up to the first one that has collectives under way. */
+/* Begin steps until one has started collectives. */
 static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     while (bucket->step < dtrain__step_count(strategy, bucket)) {
         const dtrain__step *step = &bucket->steps->list[bucket->step++];
-        DTRAIN__TRY(step->begin(strategy, bucket, step));
+        bucket->comm = step->comm;
+        DTRAIN__TRY(step->begin(strategy, bucket));
         if (step->comm) return DTRAIN_OK;
     }
     bucket->step = DTRAIN__REDUCED;
@@ -193,13 +194,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
     if (bucket->step == DTRAIN__REDUCED) return DTRAIN_OK;
     const dtrain__step *step = &bucket->steps->list[bucket->step - 1];
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
-    if (step->end) DTRAIN__TRY(step->end(strategy, bucket, step));
+    if (step->end) DTRAIN__TRY(step->end(strategy, bucket));
     return dtrain__begin_next(strategy, bucket);
 }
 
 /* Launch buckets below `end` in their order, up to the first that is not complete. In lockstep
- * (strategy_internal.h) the buckets under way go one step further first, except buckets at their
- * last collective: backward would wait for it. */
+ * (strategy_internal.h) first move each bucket under way one step further. A bucket at its last
+ * collective is left out: backward would wait for it. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -218,11 +219,11 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 }
 
 /* Take every bucket under way as far as it can go without waiting. There is no progress thread:
- * collectives move only in such calls, one at every ready. A bucket begins a step only after all
- * buckets before it have. */
+ * collectives move only in calls of this function, one at every ready. A bucket begins a step only
+ * after all earlier buckets have begun it. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
-    uint32_t slowest = DTRAIN__REDUCED; /* the smallest step of the buckets so far */
+    uint32_t slowest = DTRAIN__REDUCED; /* smallest step of the buckets so far */
     for (size_t b = strategy->oldest; b < strategy->launched && !strategy->lockstep; b++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[b];
         bool done = true;
@@ -234,13 +235,13 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
         }
         if (bucket->step < slowest) slowest = bucket->step;
         if (b == strategy->oldest && bucket->step == DTRAIN__REDUCED) strategy->oldest++;
-        if (!done && bucket->steps->collectives == 1) break; /* later buckets come after it */
+        if (!done && bucket->steps->collectives == 1) break; /* later buckets end later */
     }
     return DTRAIN_OK;
 }
 
-/* Wait until all buckets below `end` are reduced, one after another, while later ones continue;
- * in lockstep all of them step by step. */
+/* Wait until all buckets below `end` are reduced. Take one bucket after another while later buckets
+ * continue; in lockstep take all of them one step at a time. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -258,10 +259,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Finish --------------------------------------------------------------------------------*/
 
-/* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
- * may be zeroed for the second only after the first has been launched. Of gradients that were not
- * marked one that an earlier micro-batch or another use has written counts as it is, any other one
- * is zero. */
+/* Complete and launch the buckets below `end`, one at a time. Two buckets can share a buffer, which
+ * may be zeroed for the second bucket only after the first is launched. A gradient that was not
+ * marked keeps the value of an earlier micro-batch or another alias, or becomes zero. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -284,10 +284,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of these calls matters: a step that fails for a missing gradient makes
- * the same collectives as one that succeeds, and the next step finds all ranks at the same place.
- * Units that were fetched ahead are waited for, because the update overwrites the shards that their
- * collectives read. */
+/* End a backward. The order of calls matters: a step that fails for a missing gradient makes the
+ * same collectives as a step that succeeds, so that all ranks begin the next step at the same
+ * place. Wait for units that were fetched ahead: their collectives read shards that the update
+ * overwrites. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;
@@ -302,7 +302,7 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     DTRAIN__TRY(dtrain__settle_steps(strategy, true));
     if (!last) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__counts_end(strategy));
-    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole: back to the host's arrays */
+    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole gradients: to the host's arrays */
         const dtrain_param *p = strategy->shards[i].param;
         if (!dtrain__shard_bucket(&strategy->layout, p->state.index))
             DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
@@ -330,9 +330,9 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
 
-/* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
- * are kept in shards, evict the old ones from their slots: the next gather brings the new ones.
- * Then copy whole values to the host's arrays, and to arrays in the host's type. */
+/* Publish updated values. Kinds that keep whole values but update shards (ZERO1, SHARD_GRAD_OP)
+ * gather them. Kinds that keep sharded values evict the old values from their slots, and the next
+ * gather brings the new ones. Then copy whole values to the host's arrays, of any type. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     const dtrain__classes *shards = &strategy->layout.shards;
@@ -346,15 +346,14 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
 
-/* ALL_REDUCE: the gradients of a bucket (with several nodes this rank's slice of them) = their
- * mean. What travels are the gradients, or their rounded copy (wire.c). */
+/* ALL_REDUCE: replace the gradients of a bucket by their mean; with several nodes, those of this
+ * rank's slice. The gradients travel, or their rounded copy (wire.c). */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket,
-                                                       const dtrain__step *step)
+                                                       dtrain__bucket *bucket)
 {
     void *wire = dtrain__wire(bucket, bucket->slice_first);
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(step->comm, wire, wire,
+    return dtrain_all_reduce(bucket->comm, wire, wire,
                              (size_t)dtrain__elements(&strategy->layout, bucket->slice_count),
                              dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
@@ -363,9 +362,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy
  *
  *     gradients -> REDUCE_SCATTER -> result -> KEEP -> shard
  *
- * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
- * shard in host memory, is received in this rank's part of the buffer in which the gradients were
- * made; from there it is added to the shard, or copied (offload.c). */
+ * The result of the first micro-batch is received in the shard. The result of a later micro-batch,
+ * or of a shard in host memory, is received in this rank's part of the buffer that holds the
+ * gradients. From there it is added to the shard, or copied (offload.c). */
 
 /* Return the address where the fp32 result of this backward is received. */
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
@@ -378,26 +377,23 @@ DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
 
 /* REDUCE_SCATTER: each rank receives the mean of its shard. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket,
-                                                           const dtrain__step *step)
+                                                           dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(step->comm, dtrain__wire(bucket, bucket->slice_first),
+    return dtrain_reduce_scatter(bucket->comm, dtrain__wire(bucket, bucket->slice_first),
                                  dtrain__wire_end(strategy, bucket),
                                  (size_t)dtrain__elements(&strategy->layout, bucket->shard_count),
                                  dtrain__wire_dtype(strategy), bucket->steps->op, bucket->reduces);
 }
 
 /* KEEP: add the result of a later micro-batch to the shard. */
-DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 const dtrain__step *step)
+DTRAIN__PRIVATE dtrain_result dtrain__keep_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const float *result = dtrain__reduce_result(strategy, bucket);
     const dtrain_dtype dtype = (dtrain_dtype)strategy->layout.dtype;
     const int64_t count = dtrain__elements(&strategy->layout, bucket->shard_count);
     const dtrain_add_args add = {count, bucket->grad_shard, result, bucket->grad_shard, dtype,
                                  dtype};
-    (void)step;
     if (result == bucket->grad_shard || count == 0) return DTRAIN_OK;
     return strategy->device->ops->add(strategy->device, &add);
 }

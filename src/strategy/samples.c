@@ -1,16 +1,16 @@
 /* Samples: the weight of a loss
  *
- * A backward makes the sum over its own samples divided by a full batch, a number that is the same
+ * A backward computes the sum over its samples divided by a full batch, a number that is the same
  * on all ranks. Its weight is the number of its samples divided by the full batch:
  *
- *     targets, full 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
- *     gradient           sum of 4 / 4          sum of 1 / 4
- *     weight             1                     1/4
+ *     full batch 4    rank 0: 4 samples       rank 1: 1 sample, 3 targets are ignored
+ *     gradient        sum of 4 / 4            sum of 1 / 4
+ *     weight          1                       1/4
  *
- * A full batch is the largest number of targets that a rank had in its first micro-batch, ignored
- * ones included. Where all micro-batches have as many and ignore none, every weight is 1 and
+ * A full batch is the largest number of targets, ignored ones included, that a rank had in its
+ * first micro-batch. If all micro-batches have that many and ignore none, every weight is 1 and
  * nothing is corrected (counts.c): the result has the bits of a mean of means. A weight is at most
- * 1, so that no sum overflows that would not overflow in a mean of means. */
+ * 1, so no sum overflows that would not overflow in a mean of means. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
@@ -19,19 +19,18 @@
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
-/* Tell whether the step has further backwards, on this rank or on others: then weights matter. */
+/* True if the step has further backwards, on any rank: then weights matter. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
-    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
-            strategy->notes.several);
+    return strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
+           strategy->notes.pipelined;
 }
 
-/* Agree on the size of a full batch, once: the largest of all ranks' `terms`, the samples of this
- * rank's first micro-batch, ignored ones included (0: nothing is counted). Collective. */
+/* Agree once on the size of a full batch: the largest `terms` of all ranks. `terms` counts the
+ * samples of this rank's first micro-batch, ignored ones included; 0: not counted. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree_full_batch(dtrain_strategy *strategy, int64_t terms)
 {
-    if (strategy->full_batch || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
+    if (strategy->full_batch) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
         dtrain__call_label(strategy->world, "size of a full batch", 0, "");
         DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
@@ -48,7 +47,7 @@ DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
     return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
 }
 
-/* Return the weight of a loss; 1 where nothing is counted. */
+/* Return the weight of a loss; 1 if nothing is counted. */
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples)
 {
@@ -57,12 +56,12 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
 }
 
 /* Give the backward under way the weight of its loss, which is a mean over samples. Return the size
- * of a full batch, by which the tape divides the number of samples to get the gradient of the loss;
- * 0: it is 1. */
+ * of a full batch; the number of samples divided by it is the gradient of the loss. 0: that
+ * gradient is 1. */
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples)
 {
-    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
+    if (!samples->terms) return 0;
     const bool weighs = dtrain__weighs(strategy);
     strategy->notes.weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
@@ -80,33 +79,28 @@ DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain
     strategy->notes.weight = *weight;
     if (samples) (void)dtrain__weigh_loss(strategy, samples);
     *weight = strategy->notes.weight;
-    if (!more) return; /* finish counts the last one */
+    if (!more) return; /* finish counts the last micro-batch */
     strategy->weights += strategy->notes.weight;
     strategy->passes++;
 }
 
-DTRAIN__PRIVATE void dtrain__share_batches(dtrain_strategy *strategy, const dtrain_comm *comm)
-{
-    strategy->batch_comm = comm->number;
-}
-
 /* ---- Losses of several terms
  *
- * A loss that adds two means over different samples has one weight, that of the first, x. The
- * second, y, is multiplied by a factor, so that it is averaged over all its own samples too:
+ * A loss that adds two means over different samples has one weight, that of the first mean x. The
+ * second mean y is multiplied by a factor f, so that it is averaged over all its own samples too:
  *
  *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
  *
- * f is 1 where the numbers of samples are proportional. It is needed before the backward, when the
- * numbers of later micro-batches are unknown: they must be proportional to the first one's.
+ * f is 1 if the numbers of samples are proportional. f is needed before the backward, when the
+ * numbers of later micro-batches are unknown: they must be proportional to those of the first.
  *
  * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
- * training or an evaluation, where it does not know the number, it takes part until all ranks say
- * that their loss has ended: all[3] counts these, and SUM_COMES for each rank that has a sum. */
+ * training or an evaluation it does not know that number, and takes part until all ranks have ended
+ * their loss: all[3] counts the ranks that have ended, plus SUM_COMES per rank with a sum. */
 
 #define DTRAIN__SUM_COMES ((int64_t)1 << 32)
 
-/* Add up all ranks' counts of a sum, and check that one weight of a pass can be right. */
+/* Add up the counts of a sum over all ranks, and check that one weight of the pass can be right. */
 static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t number, int64_t all[4])
 {
     int64_t *first = strategy->sums_first[dtrain__min(number, DTRAIN__LOSS_SUMS - 1)];
@@ -131,7 +125,7 @@ static dtrain_result dtrain__sum_samples(dtrain_strategy *strategy, uint32_t num
         "and %lld in an earlier pass of this step or evaluation, and %lld ranks have samples "
         "of the second alone; no weight of a pass makes both the mean over all their samples. "
         "Write an auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight "
-        "of the other, or choose DTRAIN_AVERAGE_MEANS",
+        "of the other",
         (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
         (long long)all[2]);
 }
@@ -143,7 +137,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uin
     const int64_t mine[2] = {(int64_t)dtrain__samples_count(x), (int64_t)dtrain__samples_count(y)};
     int64_t all[4] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0, DTRAIN__SUM_COMES};
     *factor = 1;
-    if (strategy->notes.device_weight) return DTRAIN_OK; /* recorded: as in the steps before */
+    if (strategy->notes.device_weight) return DTRAIN_OK; /* a recorded step: as before */
     DTRAIN__TRY(dtrain__sum_samples(strategy, number, all));
     *factor = 0;
     if (mine[1])
@@ -155,7 +149,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__end_sums(dtrain_strategy *strategy, uint32
 {
     const bool *agreed = &strategy->sums_agreed[strategy->evaluates];
     const uint32_t made = strategy->sums_made[strategy->evaluates];
-    bool more = strategy->join_loss && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES;
+    bool more = strategy->join_loss != NULL;
     while (more && (!*agreed || (joins && sums < made))) {
         int64_t all[4] = {0, 0, 0, !joins};
         DTRAIN__TRY(dtrain__sum_samples(strategy, sums++, all));
@@ -173,13 +167,12 @@ DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool b
 
 DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)
 {
-    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
+    return strategy->evaluates || (!forward_only && dtrain__weighs(strategy));
 }
 
 /* ---- A rank without a batch -------------------------------------------------------------------*/
 
-/* Take part in what losses on other ranks agree on in this pass. */
+/* Agree with the losses of other ranks in this pass. */
 static dtrain_result dtrain__join_loss(dtrain_strategy *strategy, dtrain_pass pass)
 {
     if (pass == DTRAIN_PASS_FORWARD) return dtrain__end_sums(strategy, 0, true);

@@ -27,8 +27,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
         {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
         {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ZERO, "missing_gradient",
          (double)desc->missing_gradient, "a dtrain_missing_gradient"},
-        {desc->average > DTRAIN_AVERAGE_MEANS, "average", (double)desc->average,
-         "a dtrain_average"},
         {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
          (double)desc->accumulation, "a dtrain_accumulation"},
         {desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS, "offload", (double)desc->offload,
@@ -96,9 +94,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
     if (given) *desc = *given;
     desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
     desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
-    if (!desc->bucket_bytes) desc->bucket_bytes = (size_t)25 << 20;
-    if (!desc->first_bucket_bytes)
-        desc->first_bucket_bytes = (size_t)dtrain__min((int64_t)desc->bucket_bytes, 1 << 20);
+    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
     if (desc->compression) *how = *desc->compression;
     if (how->topk_ratio == 0) how->topk_ratio = 0.01f;
     if (how->warmup_ratio == 0) how->warmup_ratio = 0.25f;
@@ -211,11 +207,11 @@ static const dtrain__same_field dtrain__compared_fields[] = {
     DTRAIN__AXIS(groups.sequence_parallel, "sequence_parallel", BOOL),
     DTRAIN__OF(pipeline.kind, UINT), DTRAIN__OF(pipeline.chunks, UINT),
     DTRAIN__SAME_AS(dtrain__compared, units, "pipeline.units", HASH), DTRAIN__OF(kind, TEXT),
-    DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(average, UINT),
-    DTRAIN__DESC(accumulation, UINT), DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
+    DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(accumulation, UINT),
+    DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
     DTRAIN__DESC(offload, FLAGS), DTRAIN__DESC(hierarchical, BOOL), DTRAIN__DESC(node_size, UINT),
     DTRAIN__DESC(keep_after_forward, BOOL), DTRAIN__DESC(bucket_bytes, UINT),
-    DTRAIN__DESC(first_bucket_bytes, UINT), DTRAIN__DESC(init_seed, UINT),
+    DTRAIN__DESC(init_seed, UINT),
     DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
     DTRAIN__OF(compression, TEXT),
     DTRAIN__SAME_AS(dtrain__compared, rounds, "hook->rounds", UINT),

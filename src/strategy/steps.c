@@ -1,19 +1,18 @@
 /* The lists of steps
  *
- * The only file that knows all steps: at create it makes the lists that buckets go through, and the
- * communicators of the steps. A step that is not in these lists does not exist. */
+ * Only this file knows all steps. At create it makes the lists that buckets go through, and the
+ * communicators of the steps. A step that is in no list does not exist. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* Ranks of the data axis that exchange something: all, the ranks of this rank's node, the ranks of
- * all nodes that have this rank's place in their node. */
+/* Ranks of the data axis that exchange something: all ranks; the ranks of this rank's node; the
+ * ranks of all nodes with this rank's place in their node. */
 typedef enum dtrain__among { DTRAIN__EVERYONE, DTRAIN__NODE, DTRAIN__ACROSS } dtrain__among;
 
-/* Make a communicator that the strategy owns. The color says which ranks are meant, also to
- * tools/null_comm.h: a place within the node is below the node's size, and the number of a node is
- * added to it. */
+/* Make a communicator that the strategy owns. Its color tells the group, also to tools/null_comm.h:
+ * a place in the node is below the node's size, and the number of a node is added to that size. */
 static dtrain_result dtrain__own_comm(dtrain_strategy *strategy, dtrain_comm *parent,
                                       dtrain__among among, dtrain_comm **out)
 {
@@ -47,9 +46,8 @@ static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_
     return DTRAIN_OK;
 }
 
-/* List the steps that come before the data axis is used. Where operations run in the order of their
- * start, TENSOR waits for its few bytes, so that the next step, which sends many, overlaps with the
- * rest of backward. */
+/* List the steps before those of the data axis. If collectives run in the order of their start,
+ * TENSOR waits for its few bytes: so the next step, with many bytes, overlaps with backward. */
 static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
 {
     const bool waits = strategy->groups.data->ops->launch_ordered;
@@ -59,80 +57,58 @@ static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_lis
                          waits ? NULL : strategy->tensor_comm);
 }
 
-/* Whole buckets:
+/* List the steps of whole or of sharded buckets:
  *
- *     one level    ROUND, ALL_REDUCE, WIDEN; or the rounds of compression
- *     nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
+ *     whole       one level    ROUND, ALL_REDUCE, WIDEN; or the rounds of compression
+ *                 nodes        NODE_SCATTER, the same, SCALE, NODE_GATHER
+ *     sharded     one level    REDUCE_SCATTER, KEEP
+ *                 nodes        NODE_SCATTER, REDUCE_SCATTER, SCALE, KEEP
+ *                 replicas     REDUCE_SCATTER, REPLICAS, KEEP; or (SHARD_EVERY) REDUCE_SCATTER,
+ *                              KEEP, and in the last micro-batch REPLICAS
  *
- * ROUND and WIDEN are in the lists of all kinds if there is a reduce_dtype. A step that is the
- * first with many bytes shares the communicator of the data axis with gathers of values: ranks
- * start both in the same order. */
-static dtrain_result dtrain__list_whole(dtrain_strategy *strategy, bool nodes)
+ * With a reduce_dtype, ROUND and WIDEN are in the lists of all kinds. With ZERO3 REDUCE_OWNERS
+ * replaces REDUCE_SCATTER. With shards in host memory PUT replaces KEEP, and GET, REPLICAS, RETURN
+ * replace the last REPLICAS. The first step that sends many bytes shares the communicator of the
+ * data axis with gathers of values: ranks start both in one order. */
+static dtrain_result dtrain__list_steps(dtrain_strategy *strategy, bool sharded, bool nodes)
 {
-    dtrain__step_list *steps = &strategy->whole;
-    const dtrain_compression_desc *how = strategy->desc.compression;
-    const bool compressed = how != NULL;
-    const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !compressed;
-    dtrain__step_fn *const begin = compressed ? dtrain__round_1_begin : dtrain__all_reduce_begin;
-    dtrain__step_fn *const end = compressed ? dtrain__round_1_end : NULL;
-    const dtrain__among among = nodes ? DTRAIN__ACROSS : DTRAIN__EVERYONE;
-    dtrain__list_model(strategy, steps);
-    if (dtrain_comm_size(strategy->groups.data) == 1) return DTRAIN_OK;
-    if (nodes)
-        DTRAIN__TRY(
-            dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
-    if (rounds) dtrain__step_add(steps, dtrain__round_begin, NULL, NULL);
-    if (nodes || strategy->tensor_comm)
-        DTRAIN__TRY(dtrain__step_among(strategy, steps, begin, end, among));
-    else dtrain__step_add(steps, begin, end, strategy->groups.data);
-    if (rounds) dtrain__step_add(steps, dtrain__widen_begin, NULL, NULL);
-    if (compressed && dtrain__hook_of(how)->rounds == 2)
-        DTRAIN__TRY(
-            dtrain__step_among(strategy, steps, dtrain__round_2_begin, dtrain__round_2_end, among));
-    if (!nodes) return DTRAIN_OK;
-    if (!compressed) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
-    return dtrain__step_among(strategy, steps, dtrain__node_gather_begin, NULL, DTRAIN__NODE);
-}
-
-/* Sharded buckets:
- *
- *     one level    REDUCE_SCATTER, KEEP
- *     nodes        NODE_SCATTER, REDUCE_SCATTER, SCALE, KEEP
- *     replicas     REDUCE_SCATTER, REPLICAS, KEEP; or (SHARD_EVERY) REDUCE_SCATTER, KEEP, and in
- *                  the last micro-batch REPLICAS
- *
- * With shards in host memory KEEP is PUT, and REPLICAS of these GET, REPLICAS, RETURN. With ZERO3
- * REDUCE_SCATTER is REDUCE_OWNERS. */
-static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
-{
-    dtrain__step_list *steps = &strategy->sharded;
-    const bool replicas = strategy->kind->replicas;
+    dtrain__step_list *steps = sharded ? &strategy->sharded : &strategy->whole;
+    const dtrain_compression_desc *how = strategy->desc.compression; /* of whole buckets only */
+    const bool one = dtrain_comm_size(strategy->groups.data) == 1;
+    const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !how && !one;
+    const bool replicas = sharded && strategy->kind->replicas && !one;
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    const bool on_host = (strategy->desc.offload & DTRAIN_OFFLOAD_GRADS) != 0;
-    dtrain__step_fn *const keep = on_host ? dtrain__host_put_begin : dtrain__keep_begin;
-    const bool alone = dtrain_comm_size(strategy->groups.data) == 1;
-    const bool rounds = strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32 && !alone;
-    dtrain__step_fn *const reduce =
-        strategy->kind->owners ? dtrain__reduce_owners_begin : dtrain__reduce_scatter_begin;
+    const bool on_host = sharded && (strategy->desc.offload & DTRAIN_OFFLOAD_GRADS);
+    dtrain__step_fn *const begin = how                      ? dtrain__round_1_begin
+                                   : !sharded               ? dtrain__all_reduce_begin
+                                   : strategy->kind->owners ? dtrain__reduce_owners_begin
+                                                            : dtrain__reduce_scatter_begin;
+    dtrain__step_fn *const end = how ? dtrain__round_1_end : NULL;
+    const dtrain__among among = nodes ? DTRAIN__ACROSS : replicas ? DTRAIN__NODE : DTRAIN__EVERYONE;
     steps->settle = on_host ? dtrain__host_settle : NULL;
     dtrain__list_model(strategy, steps);
     if (nodes)
         DTRAIN__TRY(
             dtrain__step_among(strategy, steps, dtrain__node_scatter_begin, NULL, DTRAIN__NODE));
     if (rounds) dtrain__step_add(steps, dtrain__round_begin, NULL, NULL);
-    if (nodes || (strategy->tensor_comm && !alone))
-        DTRAIN__TRY(dtrain__step_among(strategy, steps, reduce, NULL,
-                                       nodes      ? DTRAIN__ACROSS
-                                       : replicas ? DTRAIN__NODE
-                                                  : DTRAIN__EVERYONE));
-    else if (!alone) dtrain__step_add(steps, reduce, NULL, strategy->groups.copy);
+    if (!one && (nodes || strategy->tensor_comm))
+        DTRAIN__TRY(dtrain__step_among(strategy, steps, begin, end, among));
+    else if (!one)
+        dtrain__step_add(steps, begin, end,
+                         sharded ? strategy->groups.copy : strategy->groups.data);
     if (rounds) dtrain__step_add(steps, dtrain__widen_begin, NULL, NULL);
-    if (nodes) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
-    if (replicas && !at_last && !alone)
+    if (how && !one && dtrain__hook_of(how)->rounds == 2)
+        DTRAIN__TRY(
+            dtrain__step_among(strategy, steps, dtrain__round_2_begin, dtrain__round_2_end, among));
+    if (nodes && !how) dtrain__step_add(steps, dtrain__scale_begin, NULL, NULL);
+    if (nodes && !sharded)
+        return dtrain__step_among(strategy, steps, dtrain__node_gather_begin, NULL, DTRAIN__NODE);
+    if (!sharded) return DTRAIN_OK;
+    if (replicas && !at_last)
         DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin,
                                        dtrain__replicas_end, DTRAIN__ACROSS));
-    dtrain__step_add(steps, keep, NULL, NULL);
-    if (!replicas || !at_last || alone) return DTRAIN_OK;
+    dtrain__step_add(steps, on_host ? dtrain__host_put_begin : dtrain__keep_begin, NULL, NULL);
+    if (!replicas || !at_last) return DTRAIN_OK;
     const uint32_t early = steps->count;
     if (on_host) dtrain__step_add(steps, dtrain__host_get_begin, NULL, NULL);
     DTRAIN__TRY(dtrain__step_among(strategy, steps, dtrain__replicas_begin, dtrain__replicas_end,
@@ -142,7 +118,7 @@ static dtrain_result dtrain__list_sharded(dtrain_strategy *strategy, bool nodes)
     return DTRAIN_OK;
 }
 
-/* Make the lists and their communicators, and decide which ranks share one copy of the model.
+/* Make the lists and their communicators, and set the ranks that share one copy of the model.
  * Collective, before the layout. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
 {
@@ -166,8 +142,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy)
     strategy->whole.op = nodes && !means ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     strategy->sharded.op = (nodes || replicas) && !means ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
     const int sharers = replicas ? (int)desc->node_size : ranks;
-    if (!sharded || sharers == 1) DTRAIN__TRY(dtrain__list_whole(strategy, nodes));
-    if (sharded) DTRAIN__TRY(dtrain__list_sharded(strategy, nodes));
+    if (!sharded || sharers == 1) DTRAIN__TRY(dtrain__list_steps(strategy, false, nodes));
+    if (sharded) DTRAIN__TRY(dtrain__list_steps(strategy, true, nodes));
     strategy->lockstep = groups->data->ops->launch_ordered &&
                          (strategy->whole.collectives > 1 || strategy->sharded.collectives > 1);
     strategy->fetch[0] = groups->copy;
@@ -197,7 +173,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy)
 
 /* ---- Memory of steps --------------------------------------------------------------------------*/
 
-/* Lay out all memory, that of its steps too. */
+/* Lay out all memory, also that of steps. */
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
@@ -205,16 +181,15 @@ DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout)
     if (layout->compression) dtrain__lay_hooks(layout);
 }
 
-/* Make a layout with the tables of its steps, and count its memory; dtrain__steps_layout_free frees
+/* Make a layout with the tables of its steps, and count its memory. dtrain__steps_layout_free frees
  * it, also after an error. params and *desc are resolved. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
-                                                   const dtrain_allocator *a,
-                                                   const dtrain_param *params, size_t count,
-                                                   const dtrain_strategy_desc *desc, int ranks,
-                                                   int rank)
+                                                   const dtrain__model *model,
+                                                   const dtrain_strategy_desc *desc, int rank)
 {
-    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
-    if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, a));
+    DTRAIN__TRY(dtrain__layout_make(layout, model->allocator, model->params, model->count, desc,
+                                    model->ranks, rank));
+    if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, model->allocator));
     dtrain__steps_memory(layout);
     return DTRAIN_OK;
 }

@@ -1,17 +1,16 @@
-/* The steps of buckets, for strategy/steps.c, which lists them; and functions that their files
- * share */
+/* The steps of buckets, which strategy/steps.c lists, and functions that their files share */
 
 #pragma once
 
 #include "strategy/strategy_internal.h"
 
-/* The state of compression for a bucket. */
+/* The state of compression of a bucket. */
 typedef struct dtrain__compressed {
     dtrain_hook_bucket hook;
-    size_t tensor_count; /* in hook.tensors, the dense ones after the others */
+    size_t tensor_count; /* of hook.tensors; dense tensors come last */
     int64_t dense_count; /* elements of dense tensors */
-    float *packed;       /* (dense_count) of reduce_dtype */
-    char label[48];      /* of its collectives in traces */
+    float *packed;       /* (dense_count) dense tensors in reduce_dtype */
+    char label[48];      /* label of collectives in traces */
 } dtrain__compressed;
 
 /* In reduce.c: */

@@ -71,14 +71,6 @@ typedef enum dtrain_missing_gradient {
     DTRAIN_MISSING_GRADIENT_ZERO = 2
 } dtrain_missing_gradient;
 
-/* What a step's loss and gradient are the mean of. */
-typedef enum dtrain_average {
-    DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, on whatever rank: dtrain_strategy_weight */
-    /* the means of its micro-batches, large and small ones alike. A micro-batch without a valid
-     * target has a mean of 0, and counts like the others */
-    DTRAIN_AVERAGE_MEANS = 1
-} dtrain_average;
-
 /* When sharded gradients are reduced in a step of several micro-batches; whole ones: the last. */
 typedef enum dtrain_accumulation {
     /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
@@ -100,7 +92,6 @@ struct dtrain_compression_desc; /* strategy/compression.h */
 typedef struct dtrain_strategy_desc {
     uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
     uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = zeros, or skipped; a warning once */
-    uint32_t average;          /* dtrain_average; 0 = over all samples of a step */
     uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
                                    travel as, in kinds that shard them; shards stay fp32 */
@@ -114,8 +105,8 @@ typedef struct dtrain_strategy_desc {
                                    release frees a unit between forward and backward too */
     bool hierarchical;         /* reduce and gather node by node; see strategy/compression.h. Not
                                    for ZERO3, nor for HYBRID_SHARD, which does it by itself */
-    size_t first_bucket_bytes; /* 0 = 1 MiB, or bucket_bytes where that is less */
-    size_t bucket_bytes;       /* 0 = 25 MiB; where gradients are sharded, a unit is a bucket */
+    size_t bucket_bytes;       /* 0 = 25 MiB, and 1 MiB for the first one; where gradients are
+                                  sharded, a unit is a bucket */
     uint64_t memory_limit;     /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;      /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
@@ -209,9 +200,7 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  *
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
  * cross-entropy that are not ignored, and the elements of other losses (of several, see
- * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. With
- * DTRAIN_AVERAGE_MEANS the tape always sets 1, and any weight above 0 that a program sets counts
- * as 1. Local. */
+ * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before

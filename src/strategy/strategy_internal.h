@@ -1,25 +1,24 @@
 /* The strategy, and what its files call of one another
  *
- * Every file of the room includes it, and with it the interfaces of core, world, communicator and
- * device that they share. DDP is read in three files and shards in two more:
+ * Every file of strategy/ includes this header. Three files show DDP, and two more the sharding:
  *
  *     layout.c       the table of kinds; buckets, shards and their owners
  *     reduce.c       from ready to publish, with the steps of DDP and of shards
  *     units.c        sharded values: gather, release, the walk back
- *     steps.c        the lists of steps; the only file that knows all of them
- *     create.c       making one, and its end
+ *     steps.c        the lists of steps; the only file that knows all steps
+ *     create.c       creation and destruction
  *
- * Beside that road, a file a topic:
+ * The other files hold one topic each:
  *
- *     params.c, stages.c      the host's parameters; the stages of a pipeline
+ *     params.c, stages.c      the host's parameters; pipeline stages
  *     counts.c, samples.c     the mean over samples; the weights of losses
  *     norm.c                  the norm of gradients
  *     missing.c, join.c       gradients that a rank lacks; passes without samples
  *     wire.c, ties.c, tensor.c, levels.c, compress.c, topk.c, offload.c    further steps
- *     settings.c, compare.c   checks of the desc; have all ranks registered the same?
- *     calls.c                 calls of device and communicator, and how an error stands
+ *     settings.c, compare.c   checks of the desc; comparison of ranks
+ *     calls.c                 calls of device and communicator; permanent errors
  *     memory.c, values.c      memory of a layout; whole values
- *     query.c, view.c        answers to the host and to other rooms
+ *     query.c, view.c         answers to the host and to other rooms
  *     plan.c                  memory that a strategy will need */
 
 #pragma once
@@ -40,117 +39,103 @@
 #include "strategy/core_view_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__LOSS_SUMS 8 /* sums of means over different samples that a loss may have */
+#define DTRAIN__LOSS_SUMS 8 /* most sums of means over different samples in a loss */
 
-/* Sums for a norm: of what a rank counts, of what the tensor axis repeats. */
+/* Sums of squares of a rank: of what it counts for the norm, of what the tensor axis repeats. */
 #define DTRAIN__SQUARES 2
 
 typedef struct dtrain__step dtrain__step;
-typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                      const dtrain__step *step);
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One step of a bucket from its gradients to their mean. begin prepares and starts collectives on
- * the step's own communicator; when they are done end is called, and the next step begins. Without
- * a communicator the step is done when begin returns. */
+ * the step's own communicator. When they are done, end is called, and the next step begins. A step
+ * without a communicator is done when begin returns. */
 struct dtrain__step {
     dtrain__step_fn *begin, *end; /* end may be NULL */
     dtrain_comm *comm;
 };
 
-#define DTRAIN__STEPS 10 /* the most steps of a list ... */
-#define DTRAIN__COMMS 12 /* ... and communicators of two lists and of gathers */
+#define DTRAIN__STEPS 10 /* most steps of a list */
+#define DTRAIN__COMMS 12 /* most communicators of two lists and of gathers */
 
-/* dtrain__bucket.step: 0 before the first step, the number of the step under way, or this. */
+/* dtrain__bucket.step after the last step; 0 before the first, else the number of the step. */
 #define DTRAIN__REDUCED 99u
 
-/* The steps of whole, or of sharded buckets, in their order (steps.c). */
+/* The steps of whole or of sharded buckets, in order (steps.c). */
 typedef struct dtrain__step_list {
     dtrain__step list[DTRAIN__STEPS];
-    uint32_t count, early_count; /* steps in a step's last backward, and in those before it */
+    uint32_t count, early_count; /* steps in the last backward of a training step, and before it */
     uint32_t collectives;        /* steps that have a communicator */
-    /* Waits until what steps have queued has left the buffers, and with `over`, at the end of a
-     * backward, until it is where it belongs; or NULL. */
+    /* Waits until queued copies have read the gradient buffers; with `over`, at the end of a
+     * backward, until the copies have arrived. NULL: there are no copies. */
     dtrain_result (*settle)(dtrain_strategy *strategy, bool over);
-    dtrain_reduce_op op; /* SUM where two collectives in a row make the mean, as sums that
-                                    are multiplied by 1/N once; in fp16 and fp64 they are means */
+    dtrain_reduce_op op; /* SUM if two collectives in a row make the mean: the sum is multiplied by
+                            1/N once. In fp16 and fp64 each collective makes a mean */
 } dtrain__step_list;
-
-/* Streams and events between a GPU and host memory. `arrived` is for gradients: in a
- * backward they reach the bounce buffers, in an update the optimizer's staging buffers. */
-typedef struct dtrain__offload {
-    dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
-    dtrain_stream *down, *up; /* copies to the host, and to the device */
-    dtrain_event *order;      /* lets one stream wait for another */
-    dtrain_event *arrived[2]; /* a copy has reached host memory */
-    dtrain__bucket
-        *bounced[2];      /* bucket to whose shard the bounce buffer is to be added, or NULL */
-    uint32_t next_bounce; /* buffer to be used next */
-} dtrain__offload;
 
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain__groups groups;             /* of create; the kind decides which ranks are `copy` */
+    dtrain__groups groups; /* given to create; the kind decides which ranks are `copy` */
     dtrain_comm *owned[DTRAIN__COMMS]; /* (owned_count) communicators of steps and gathers */
     size_t owned_count;
-    dtrain_comm *tensor_comm;  /* of the tensor axis, for sums of whole parameters' gradients */
-    dtrain_comm *fetch[2];     /* gathers of values use one, or with several nodes two */
-    dtrain_strategy_desc desc; /* resolved */
-    dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
+    dtrain_comm *tensor_comm;            /* tensor axis: sums of gradients of whole parameters */
+    dtrain_comm *fetch[2];               /* gathers of values; two with several nodes */
+    dtrain_strategy_desc desc;           /* resolved */
+    dtrain_compression_desc compression; /* target of desc.compression, unless it is NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
     dtrain__stage_map stages;
-    dtrain_pipeline_desc pipeline; /* what desc.pipeline points to, if it is not NULL */
-    dtrain_comm **ties;  /* (param_count) of a storage, the ranks of several stages that have copies
-                           of it, or NULL; those of the same ranks share one */
-    dtrain__notes notes; /* what other rooms read and write */
+    dtrain_pipeline_desc pipeline; /* target of desc.pipeline, unless it is NULL */
+    dtrain_comm **ties;  /* (param_count) ranks that have copies of a storage that pipeline stages
+                            tie, or NULL; storages with the same ranks share one */
+    dtrain__notes notes; /* members that other rooms read and write */
 
     /* The step under way. */
-    dtrain__step_list whole, sharded; /* the steps of buckets */
+    dtrain__step_list whole, sharded; /* steps of whole and of sharded buckets */
     bool lockstep; /* second collectives start only at launches and in finish, which come in the
                       same order on every rank. NCCL runs collectives in the order of their starts:
-                      if ranks started a step whenever the one before is done, their orders would
-                      differ, and they would wait for each other in a circle */
+                      if each rank started a step as soon as the step before it was done, orders
+                      would differ, and ranks would wait for each other in a circle */
     uint64_t compressed_from; /* sync_count of the first step with compression */
-    size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
+    size_t launched, oldest;  /* end of the buckets that are launched, and that are reduced */
     size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
     float weights;            /* sum of the weights of this step's backwards so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t full_batch;       /* samples that weigh 1 (samples.c); 0: not agreed on yet */
-    /* Sums of means in a loss (samples.c): their samples in the step's first micro-batch, how many
-     * have been counted in it, how many the last loss of a step or of an evaluation had, and
-     * whether all ranks know that number. */
+    int64_t full_batch;       /* samples of weight 1 (samples.c); 0: not agreed on yet */
+    /* The sums of means in a loss (samples.c): their samples in the step's first micro-batch; the
+     * count of sums seen in this step; the count in the last loss of [a training step, an
+     * evaluation]; true if all ranks know that count. */
     int64_t sums_first[DTRAIN__LOSS_SUMS][2];
     uint32_t sums_known, sums_made[2];
     bool sums_agreed[2];
-    bool evaluates; /* the trainer's evaluation is under way */
-    /* Takes part, without a batch, in what losses on other ranks agree on; NULL without a tape. */
+    bool evaluates; /* an evaluation of the trainer is under way */
+    /* Agrees with the losses of other ranks in a pass without a batch; NULL without a tape. */
     dtrain_result (*join_loss)(dtrain_strategy *strategy, dtrain_pass pass);
-    int64_t batch_comm;    /* number of the communicator of a batch normalisation; 0: none */
     uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
-    uint32_t position;     /* unit gathered last, NONE before a pass */
-    uint32_t backward;     /* unit that this backward has reached, NONE before it */
-    bool entered;          /* that unit was gathered for this backward, and not yet released */
-    dtrain_result failure; /* of communicator or device: every later call returns it */
+    uint32_t position;     /* unit gathered last; NONE before a pass */
+    uint32_t backward;     /* unit that this backward has reached; NONE before a backward */
+    bool entered;          /* unit `backward` was gathered for it, and not yet released */
+    dtrain_result failure; /* error of communicator or device; every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
 
     /* Memory. */
     dtrain_allocator allocator;
-    dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
+    dtrain_work **works;  /* (param_count, 2 works_per_bucket) reduces and gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    double *gathered;     /* (DTRAIN__SQUARES a rank of `all`): scratch */
-    uint64_t *hashes;     /* (param_count) of values, while verify compares them */
-    double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
-                             norm of gradients; the counts follow them */
-    size_t sums_bytes;    /* of both */
-    float *sums;          /* (1 + param_count) the host's copy of notes.counts: counts.c */
-    bool counts_due;      /* `sums` has only this rank's part: read the counts before use */
+    double *gathered;     /* (DTRAIN__SQUARES per rank of `all`) scratch */
+    uint64_t *hashes;     /* (param_count) hashes of values, while verify compares them */
+    double *sum_squares; /* (DTRAIN__SQUARES, and as many per rank of `model`) device memory for the
+                             norm of gradients; notes.counts follow in the same block */
+    size_t sums_bytes;   /* bytes of that block */
+    float *sums;         /* (1 + param_count) host copy of notes.counts (counts.c) */
+    bool counts_due;     /* `sums` has this rank's part only: read the counts before use */
     dtrain_work *counts_work;
     size_t works_per_bucket, shard_count;
     dtrain__kept *kept; /* (param_count), kept_count in use */
@@ -159,15 +144,23 @@ struct dtrain_strategy {
     dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
-/* A strategy that is not made: the memory that it would need is counted. */
+/* The parameters of a layout, and the ranks of its data axis. */
+typedef struct dtrain__model {
+    const dtrain_allocator *allocator;
+    dtrain_param *params;
+    size_t count;
+    int ranks;
+} dtrain__model;
+
+/* A strategy that is planned and not made. */
 typedef struct dtrain__planned {
     dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression;
-    dtrain__layout layout; /* all zero: none */
+    dtrain__layout layout; /* all zero: no layout */
     dtrain__stage_map stages;
 } dtrain__planned;
 
-/* The kinds that AUTO chooses from. Ranks compare totals only, because they may own gradients of
+/* The kinds that AUTO chooses from. Ranks compare only totals, because their gradients can have
  * different sizes. */
 #define DTRAIN__CANDIDATES 5
 typedef struct dtrain__candidates {
@@ -227,10 +220,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_make(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__steps_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_layout(dtrain__layout *layout,
-                                                   const dtrain_allocator *a,
-                                                   const dtrain_param *params, size_t count,
-                                                   const dtrain_strategy_desc *desc, int ranks,
-                                                   int rank);
+                                                   const dtrain__model *model,
+                                                   const dtrain_strategy_desc *desc, int rank);
 DTRAIN__PRIVATE void dtrain__steps_layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 
 /* strategy/counts.c */
@@ -312,20 +303,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
 DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy);
 
 /* strategy/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
-                                                const dtrain_param *params, size_t count,
-                                                const dtrain_strategy_desc *given, int ranks,
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain__model *model,
+                                                const dtrain_strategy_desc *given,
                                                 dtrain_memory *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
-                                                  size_t count, const dtrain_strategy_desc *desc,
-                                                  const dtrain__groups *groups);
-DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
-                                                   size_t count, const dtrain_strategy_desc *desc,
-                                                   int ranks, const dtrain__groups *groups,
+DTRAIN__PRIVATE dtrain_result dtrain__plan_resolve(const dtrain__model *model,
+                                                   const dtrain_strategy_desc *desc,
+                                                   const dtrain__groups *groups,
                                                    dtrain__planned *planned);
-DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain_allocator *a,
-                                                      const dtrain_param *params, size_t count,
-                                                      const dtrain_strategy_desc *given, int ranks,
+DTRAIN__PRIVATE dtrain_result dtrain__plan_candidates(const dtrain__model *model,
+                                                      const dtrain_strategy_desc *given,
                                                       uint32_t node_ranks, dtrain__candidates *all);
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,

@@ -1,26 +1,24 @@
-/* The sum over the stages that a weight is tied between
+/* The sum over the pipeline stages that share a weight
  *
  *     rank 0    embedding    g0 --.             .--> g0 + g1, and on along the data axis
  *                                  > all-reduce <
  *     rank 1    head         g1 --'             '--> g0 + g1, and on along the data axis
  *
- * Each rank that uses it has a copy, and its gradient in a separate bucket: the same elements in
- * the same shards on all of these ranks, so that both copies get the same updates. TIE is the first
- * step of a bucket, and waits for its sum: tied buckets are the last ones, launched in finish, so
- * there is nothing left to compute meanwhile. It travels as fp32, whatever reduce_dtype says. On
- * one rank, where nothing has to travel, backward adds each use to a tied gradient when it comes to
- * it: another order, and other bits. */
+ * Each rank that uses the weight has a copy, and the gradient in a separate bucket. All these ranks
+ * have the same elements in the same shards, so that all copies get the same updates. TIE is the
+ * first step of a bucket and waits for its sum: tied buckets are launched last, in finish, when
+ * nothing is left to compute. The gradient travels as fp32, whatever reduce_dtype says. On one rank
+ * nothing travels: backward adds each use to the gradient when it comes to that use, in another
+ * order and with other bits. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/steps_internal.h"
 
-/* TIE: a tied weight's gradient = its sum over the ranks that have a copy. */
-DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                const dtrain__step *step)
+/* TIE: replace a tied weight's gradient by its sum over the ranks that have a copy. */
+DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    (void)step;
     if (!bucket->tied) return DTRAIN_OK;
     if (!bucket->uses) /* all uses on this rank are frozen */
         DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
@@ -34,17 +32,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrai
 
 /* ---- Copies of tied weights -------------------------------------------------------------------*/
 
-/* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
- * weights with the same ranks share one. All ranks of the axis make the same calls. */
+/* Make strategy->ties, the communicators of ranks that have copies of the same weights. Weights
+ * with the same ranks share a communicator. All ranks of the axis make the same calls. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
 {
     const dtrain__stage_map *map = &strategy->stages;
     dtrain_comm *axis = strategy->groups.pipeline;
-    const dtrain_param *before = NULL; /* the storage before it that has copies */
+    const dtrain_param *before = NULL; /* the last storage that has copies */
     for (size_t i = 0; i < strategy->param_count && axis; i++) {
         const dtrain_param *p = &strategy->params[i];
         int users = 0;
-        bool same = before != NULL; /* the ranks that use it and `before` */
+        bool same = before != NULL; /* the same ranks use it and `before` */
         if (p->state.storage != p) continue;
         for (int rank = 0; rank < map->ranks; rank++) {
             const bool uses = dtrain__stage_uses(map, p, rank);

@@ -1,13 +1,13 @@
 /* Top-k: a hook that selects the largest elements, all-gathers them and adds them up
  *
- * dtrain_device_ops.topk leaves in the residual what is not selected. The quota, the number of
- * elements that are selected of count, is ratio * count, rounded to nearest, at least 1. K selected
- * elements of a bucket travel as a block, in which each tensor has its own range of both lists:
+ * dtrain_device_ops.topk leaves the elements that are not selected in the residual. The quota is
+ * the number of selected elements of a tensor: ratio * count, rounded to nearest, at least 1. The K
+ * selected elements of a bucket travel as a block, in which each tensor has a range of both lists:
  *
  *     block   | values: K fp32, or K of 16 bits, padded | indices in the tensor: K i32 |
  *
- * Where blocks would be larger than the bucket (the beginning of a warm-up), the bucket is masked:
- * all of it is all-reduced, with zeros for elements that are not selected, and the same sums. */
+ * If blocks would be larger than the bucket (at the beginning of a warm-up), the bucket is masked:
+ * the whole bucket is all-reduced, with zeros for other elements. The sums are the same. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -18,19 +18,19 @@ typedef struct dtrain__topk {
     const dtrain_compression_desc *how;
     const dtrain_hook_bucket *bucket;
     bool low;                /* values are rounded */
-    bool masked;             /* zeros travel for what is not selected */
+    bool masked;             /* the bucket is all-reduced with zeros between selected elements */
     double ratio;            /* of this step */
-    int64_t selected, words; /* of a block: elements, words of 32 bits */
-    uint32_t *blocks;        /* (ranks) */
-    float *values;         /* (largest quota) values in fp32, where they travel as something else */
-    int32_t *indices;      /* (largest quota) where no block is sent */
-    uint16_t *low_values;  /* the same */
-    int64_t scratch_count; /* of all four */
+    int64_t selected, words; /* size of a block in elements, and in words of 32 bits */
+    uint32_t *blocks;        /* (ranks, words) */
+    float *values;           /* (largest quota) fp32 values, if rounded values travel */
+    int32_t *indices;        /* (largest quota) indices, if masked */
+    uint16_t *low_values;    /* (largest quota) rounded values, if masked */
+    int64_t scratch_count;   /* elements of these four arrays */
 } dtrain__topk;
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
 
-/* Return the ratio of the step after the dense ones: in a warm-up it falls geometrically from
+/* Return the ratio of a step after the dense steps. In a warm-up it falls geometrically from
  * warmup_ratio to topk_ratio. */
 static double dtrain__ratio_at(const dtrain_compression_desc *how, uint64_t step)
 {
@@ -39,7 +39,7 @@ static double dtrain__ratio_at(const dtrain_compression_desc *how, uint64_t step
     return begin * pow(usual / begin, (double)step / (double)how->warmup_steps);
 }
 
-/* Return how many of count elements are selected. */
+/* Return the number of selected elements of count. */
 static int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
@@ -52,7 +52,7 @@ static int64_t dtrain__value_words(const dtrain__topk *t)
     return t->low ? (t->selected + 1) / 2 : t->selected;
 }
 
-/* Set the size of blocks of this ratio. */
+/* Set the size of blocks for a ratio. */
 static void dtrain__topk_size(dtrain__topk *t, double ratio)
 {
     t->ratio = ratio;
@@ -63,15 +63,15 @@ static void dtrain__topk_size(dtrain__topk *t, double ratio)
     t->words = dtrain__value_words(t) + t->selected;
 }
 
-/* Cut a piece of count words from the scratch memory, if there is any. */
+/* Cut a piece of count words from the scratch memory; NULL while memory is counted. */
 static void *dtrain__topk_cut(dtrain__topk *t, int64_t count)
 {
     float *piece = dtrain__after(t->bucket->scratch, t->scratch_count);
-    t->scratch_count += (count + 15) / 16 * 16; /* of whole cache lines */
+    t->scratch_count += (count + 15) / 16 * 16; /* whole cache lines */
     return piece;
 }
 
-/* Describe the exchange of a bucket in this step. Its memory is for the largest ratio of any. */
+/* Describe the exchange of a bucket in this step. Its memory fits the largest ratio. */
 static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
                                     const dtrain_hook_bucket *bucket)
 {
@@ -81,9 +81,9 @@ static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
     t.how = how;
     t.bucket = bucket;
     t.low = bucket->dtype != DTRAIN_DTYPE_F32;
-    /* From this ratio on blocks are larger than the bucket: an all-reduce sends 8 bytes an element,
-     * times (N - 1) / N; a block goes to N - 1 ranks. It is the same for all buckets, so that bits
-     * do not depend on how buckets are cut. */
+    /* Ratio from which on blocks are larger than the bucket: an all-reduce sends 8 (N - 1) / N
+     * bytes per element; a block goes to N - 1 ranks. The limit is the same for all buckets, so
+     * that bits do not depend on how buckets are cut. */
     const double masked = 8 / ((t.low ? 6.0 : 8.0) * bucket->ranks);
     dtrain__topk_size(&t, largest < masked ? largest : masked);
     int64_t most = 0;
@@ -115,11 +115,11 @@ static void dtrain__topk_plan(const dtrain_compression_desc *how, dtrain_hook_bu
 /* The memory of one selection. */
 typedef struct dtrain__picks {
     float *values; /* fp32 */
-    uint16_t *low; /* the values as they travel, rounded; or NULL */
+    uint16_t *low; /* rounded values, or NULL */
     int32_t *indices;
 } dtrain__picks;
 
-/* Find the memory of a tensor's selection, which begins at element `at` of the block at `words`. */
+/* Find the memory of a tensor's selection, which starts at element `at` of the block at `words`. */
 static dtrain__picks dtrain__picks_at(const dtrain__topk *t, int64_t at, uint32_t *words)
 {
     dtrain__picks picks;
@@ -155,8 +155,8 @@ static dtrain_result dtrain__round(const dtrain__topk *t, int64_t k, const dtrai
     return device->ops->convert(device, &args);
 }
 
-/* Select the quota from gradient plus residual of a tensor, and round the values; add the rounding
- * errors to the residual. */
+/* Select the quota of a tensor from gradient plus residual. Round the values, with the errors to
+ * the residual. */
 static dtrain_result dtrain__select(const dtrain__topk *t, const dtrain_hook_tensor *tensor,
                                     const dtrain__picks *picks)
 {
@@ -190,7 +190,7 @@ static dtrain_result dtrain__clear(const dtrain__topk *t, const dtrain_hook_tens
 
 /* ---- The hook ---------------------------------------------------------------------------------*/
 
-/* Select from each tensor into this rank's block. Of a masked bucket keep the selected elements,
+/* Select from each tensor into this rank's block. In a masked bucket keep the selected elements,
  * times 1/N, and clear the others. */
 static dtrain_result dtrain__topk_compress(const dtrain_compression_desc *how,
                                            dtrain_hook_bucket *bucket, uint32_t round)
@@ -225,7 +225,7 @@ static dtrain_result dtrain__topk_exchange(const dtrain_compression_desc *how,
                              (size_t)t.words, DTRAIN_DTYPE_I32, work);
 }
 
-/* Clear the gradients and add the blocks of all ranks to them, in rank order, times 1/N. */
+/* Clear the gradients, and add the blocks of all ranks to them in rank order, times 1/N. */
 static dtrain_result dtrain__topk_decompress(const dtrain_compression_desc *how,
                                              dtrain_hook_bucket *bucket, uint32_t round)
 {
@@ -248,14 +248,10 @@ static dtrain_result dtrain__topk_decompress(const dtrain_compression_desc *how,
 
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
 {
-    static const dtrain_comm_hook_desc hook = {"top-k",
-                                               1,
-                                               true,
-                                               true,
-                                               dtrain__topk_plan,
-                                               dtrain__topk_compress,
-                                               dtrain__topk_exchange,
-                                               dtrain__topk_decompress,
-                                               NULL};
+    /* clang-format off */
+    static const dtrain_comm_hook_desc hook = {
+        "top-k", 1, true, true, dtrain__topk_plan, dtrain__topk_compress, dtrain__topk_exchange,
+        dtrain__topk_decompress, NULL};
+    /* clang-format on */
     return &hook;
 }

@@ -1,40 +1,42 @@
-/* Units come and go: gather, release, and the walk back
+/* Units: gather, release, and the walk back
  *
- * Kinds that shard gradients or values walk units. The values of a unit, where they are sharded,
- * are in one of four states:
+ * A unit is the group of parameters that are gathered and released together, a layer for instance.
+ * If a kind shards values, the values of a unit are in one of four states:
  *
- *                  gather, or ahead of it            gather             gather
- *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
- *          ^     collectives start        |      they are done   | <----------------  |
- *          |                              |                      |       release      |
- *          '------------------------------'----------------------'--------------------'
- *                    another unit takes the slot, or publish: values are out of date
+ *              gather of this unit or        collectives            gather
+ *              of the unit before it         are done
+ *     ABSENT --------------------> GATHERING ---------> GATHERED -----------> SHOWN
+ *       ^                              |                 |    ^   release       |
+ *       |                              |                 |    '-----------------'
+ *       '------------------------------'-----------------'----------------------'
+ *                       another unit takes the slot, or publish: values are out of date
  *
- * Only while a unit is SHOWN do dtrain_param.value point to its values. They are in one of two
- * slots: one is used while the other one is filled:
+ * dtrain_param.value points to the values of a unit only while the unit is SHOWN. The values are in
+ * one of two slots. The pass uses one slot while the other is filled (G: GATHERING, S: SHOWN):
  *
  *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
- *     slot 0     [ 0 SHOWN ] [ 2 COMING ][ 2 SHOWN ]. . . . . . |. . . . .  [ 2 SHOWN ][ 0 COMING ]
- *     slot 1     [ 1 COMING ][ 1 SHOWN ] [ 3 COMING ][ 3 SHOWN .| . . . ]   [ 1 COMING][ 1 SHOWN ]
+ *     slot 0     [ 0 S     ] [ 2 G     ] [ 2 S     ] . . . . . .|. . . . .  [ 2 S    ] [ 0 G    ]
+ *     slot 1     [ 1 G     ] [ 1 S     ] [ 3 G     ] [ 3 S . . .|. . . . ]  [ 1 G    ] [ 1 S    ]
  *
- * Unit u uses slot u % 2 (dtrain__lay_values), so its addresses are the same at every gather, and
- * what the tape has recorded stays right. Memory is constant: two units, however deep the model.
- * Units that are still in their slots are not gathered again (3 and 2 at the turn above). A slot
- * may be overwritten because gather(u) comes after release(u - 1), and fetches ahead only into that
- * unit's slot; on a device with streams a collective starts after the kernels queued before it.
+ * Unit u uses slot u % 2 (dtrain__lay_values). So its addresses are the same at every gather, and
+ * addresses that the tape has recorded stay valid. Memory is constant: two units, however deep the
+ * model. A unit that is still in its slot is not gathered again (units 3 and 2 at the turn above).
+ * A slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into the
+ * slot of unit u - 1. On a device with streams, a collective starts after the kernels queued before
+ * it.
  *
- * The gradients of a unit are made in one of two alternating buffers, and reduced when backward
- * comes to the next unit:
+ * The backward of a unit writes its gradients into one of two alternating buffers. They are reduced
+ * when backward comes to the next unit:
  *
- *     backward       unit 3        unit 2        unit 1        unit 0        finish
- *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
- *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]    [ 0 travels ]
- *     shards                                     3             2             1, 0
+ *     backward       unit 3        unit 2          unit 1        unit 0          finish
+ *     buffer 1       [ 3 written ] [ 3 reduced   ] [ 1 written ] [ 1 reduced   ]
+ *     buffer 0                     [ 2 written   ] [ 2 reduced ] [ 0 written   ] [ 0 reduced ]
+ *     shards                                       3             2               1, 0
  *
- * Every rank has to start the same collectives in the same order: a rank that started others would
- * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
- * units; in backward, where gradients may be missing on one of them, dtrain__walk_back makes their
- * order the same. */
+ * All ranks must start the same collectives in the same order. If a rank started the collective of
+ * another unit of the same size, it would receive the wrong numbers without any error. In forward
+ * all ranks gather the same units. In backward a rank may lack gradients of a unit;
+ * dtrain__walk_back makes the order the same on all ranks. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -45,31 +47,32 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
-/* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
- * backward comes to the next unit, and gradients without a unit in finish. If a rank launched a
- * bucket as soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
+/* True if the kind walks units: it shards gradients or values (not DDP, not ZERO1). Then a unit's
+ * gradients are launched when backward comes to the next unit, and gradients without a unit in
+ * finish. If a rank launched a bucket as soon as it was complete, it would start another order of
+ * collectives than a rank that lacks a gradient of the bucket. */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Find the index of a unit. The search begins at the unit gathered last and its neighbours, so that
- * it takes constant time in a pass. */
-static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+/* Find the index of a unit. It begins at the last unit gathered: constant time in a pass. */
+static dtrain_result dtrain__find_unit(const dtrain_strategy *strategy, const char *call,
+                                       uint32_t id, uint32_t *at)
 {
     const dtrain__layout *layout = &strategy->layout;
     const uint32_t count = (uint32_t)layout->unit_count;
     const uint32_t from =
         strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
     for (uint32_t i = 0; i < count; i++) {
-        const uint32_t at = (from + i) % count;
-        if (layout->units[at].id == id) return at;
+        *at = (from + i) % count;
+        if (layout->units[*at].id == id) return DTRAIN_OK;
     }
-    return DTRAIN__NONE;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
 }
 
-/* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
- * parameters stays until publish. */
+/* Gather unit number `at`, and fetch unit `next`, which the pass needs next. The unit of shared
+ * parameters stays gathered until publish. */
 static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -81,18 +84,9 @@ static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, 
     return dtrain__unit_fetch(strategy, &layout->units[next]);
 }
 
-/* Show unit number `at`, which has been brought, or set its pointers to NULL, so that a use after
- * release is noticed; its values stay in the slot until another unit takes it. */
-static void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
-{
-    if (!strategy->layout.shards.params) return;
-    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
-    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
-}
-
-/* Check that a unit is due. A forward begins with the first unit and continues with the next one
- * or, to recompute activations, to an earlier one. Backward goes to earlier units, and may step
- * over some; once it has begun, no unit after the one that it has come to is due. */
+/* Check that a unit is due. Forward begins with the first unit and continues with the next one; it
+ * may go back to an earlier unit to recompute activations. Backward goes to earlier units and may
+ * step over some. Once backward has begun, no unit after its current one is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          bool backward)
 {
@@ -115,8 +109,9 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
 }
 
 /* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
- * forward recomputes activations inside a backward, or, on a rank whose backward has stepped over
- * all units so far, where it goes back to another unit than the first. */
+ * forward is a recomputation if a backward is under way. It is one too if it returns to an earlier
+ * unit than the last, but not to the first: then this rank's backward has stepped over all
+ * units. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     if (backward) {
@@ -128,7 +123,8 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
-    dtrain__show_unit(strategy, at, true);
+    dtrain__unit_show(strategy, &strategy->layout.shared, true);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], true);
     return DTRAIN_OK;
 }
 
@@ -136,11 +132,9 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                                                 dtrain_pass pass)
 {
     const char *const call = "dtrain_strategy_gather";
+    uint32_t at;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call,
-                           unit);
+    DTRAIN__TRY(dtrain__find_unit(strategy, call, unit, &at));
     if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
                            (int)pass);
@@ -152,25 +146,23 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
+    uint32_t at;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    DTRAIN__TRY(dtrain__find_unit(strategy, "dtrain_strategy_release", unit, &at));
     if (at == strategy->backward) strategy->entered = false;
-    dtrain__show_unit(strategy, at, false);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
 }
 
 /* ---- The walk back
  *
- * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
- * that has stepped over units cannot know how far the others have come. So on every rank the walk
- * goes to the unit after the first one that this forward gathers: both are in their slots then. A
- * forward of more than two units needs the last of them to be gathered for backward before. */
+ * A forward inside a backward (activation checkpointing) does not say at which unit it will end,
+ * and a rank that has stepped over units does not know how far other ranks have come. So every rank
+ * walks back to the unit after the first unit of this forward: both units then fit into their
+ * slots. Before a forward of more than two units, its last unit must be gathered for backward. */
 
-/* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
- * later in the model, have left it. A unit without gradients needs no buffer. */
+/* Give a unit its alternating buffer. First wait until the gradients of the unit that used the
+ * buffer, two units later in the model, are reduced. A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -190,11 +182,11 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
     return DTRAIN_OK;
 }
 
-/* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
- * rank, whatever gradients it has: gradients of later units are reduced, its values gathered,
- * the next unit's fetched. So a rank may step over units, or end early: its next gather, or finish,
- * walks them. Recomputation may have evicted the unit that backward is at, on all ranks
- * alike: then it is brought again. */
+/* Walk backward down to unit `to`. For each unit on the way every rank starts the same collectives,
+ * whatever gradients it has: it reduces the gradients of later units, gathers the values of this
+ * unit and fetches those of the next. So a rank may step over units or end early: its next gather,
+ * or finish, walks them. Recomputation may have evicted the current unit of backward; all ranks
+ * evict alike, so all gather it again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -204,7 +196,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
     else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
     strategy->entered = false;
     while (at > to) {
-        size_t over = strategy->launched; /* buckets of units whose backward is over */
+        size_t over = strategy->launched; /* end of the buckets whose units are done */
         while (over < layout->bucket_count && layout->buckets[over].unit != DTRAIN__NONE &&
                layout->buckets[over].unit >= at)
             over++;
@@ -212,27 +204,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
         DTRAIN__TRY(dtrain__close_buckets(strategy, over));
         DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
         strategy->backward = at;
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* 0 - 1 is no unit */
     }
     return DTRAIN_OK;
 }
 
 /* ---- The states of a unit ---------------------------------------------------------------------*/
 
-/* Return unit number u; after the last one comes that of parameters that several units use. */
+/* Return unit number u. After the last unit comes the unit of parameters that several units use. */
 DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 {
     dtrain__layout *layout = &strategy->layout;
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* COMING -> HERE: wait for the collectives, and convert: what travelled rounded to fp32, and for
- * hosts that compute in another type than it travelled as to that. */
+/* GATHERING -> GATHERED: wait for the collectives, and convert. Values that travelled rounded
+ * become fp32. Then fp32 values become values in the host's type, unless they travelled in it. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     dtrain__bucket *const buckets[] = {unit->trainable, unit->frozen};
-    if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
+    if (unit->state != DTRAIN__UNIT_GATHERING) return DTRAIN_OK;
     for (int b = 0; b < 2; b++) {
         dtrain__bucket *bucket = buckets[b];
         if (!bucket) continue;
@@ -249,20 +241,22 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
                                         DTRAIN_DTYPE_F32, entry->typed_value, p->dtype));
         }
     }
-    unit->state = DTRAIN__UNIT_HERE;
+    unit->state = DTRAIN__UNIT_GATHERED;
     return DTRAIN_OK;
 }
 
-/* HERE -> SHOWN, or back: set the parameters' pointers. */
+/* GATHERED -> SHOWN, or back: set the parameters' pointers. After a release they are NULL, so that
+ * a use is noticed; the values stay in the slot until another unit takes it. */
 DTRAIN__PRIVATE void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
+    if (!strategy->layout.shards.params) return;
     dtrain__show_values(strategy, unit->trainable, shown);
     dtrain__show_values(strategy, unit->frozen, shown);
-    if (unit->state >= DTRAIN__UNIT_HERE)
-        unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_HERE;
+    if (unit->state >= DTRAIN__UNIT_GATHERED)
+        unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_GATHERED;
 }
 
-/* Any state -> ABSENT, after the collectives under way. */
+/* Any state -> ABSENT: wait for collectives under way first. */
 DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
@@ -271,7 +265,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtra
     return DTRAIN_OK;
 }
 
-/* Make the slot of a unit, if it has one, free: evict the unit that is there. */
+/* Free the slot of a unit, if it has one: evict the unit that is in it. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
                                                  const dtrain__unit *unit)
 {
@@ -283,26 +277,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
     return dtrain__unit_evict(strategy, &strategy->layout.units[before]);
 }
 
-/* ABSENT -> COMING: start the collectives. A unit without sharded values takes no slot. */
+/* ABSENT -> GATHERING: start the collectives. A unit without sharded values takes no slot. */
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     if (unit->state != DTRAIN__UNIT_ABSENT) return DTRAIN_OK;
     if (!unit->trainable && !unit->frozen) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
-    unit->state = DTRAIN__UNIT_COMING;
+    unit->state = DTRAIN__UNIT_GATHERING;
     if (unit->trainable) DTRAIN__TRY(dtrain__gather_start(strategy, unit->trainable, dtype));
     return unit->frozen ? dtrain__gather_start(strategy, unit->frozen, dtype) : DTRAIN_OK;
 }
 
-/* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
+/* ABSENT -> GATHERING -> GATHERED. Both buckets are under way before either is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_fetch(strategy, unit));
     return dtrain__unit_wait(strategy, unit);
 }
 
-/* Wait for all units that are COMING. */
+/* Wait for all units that are GATHERING. */
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++)
@@ -310,7 +304,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Evict all units, because their shards have been updated. */
+/* Evict all units: their shards have been updated. */
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++)
@@ -321,16 +315,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Return where the values of a bucket are whole, as dtype. */
+/* Return the whole values of a bucket as dtype. */
 static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     return dtype != DTRAIN_DTYPE_F32 ? (char *)bucket->low_values : (char *)bucket->values;
 }
 
-/* Start gathering a bucket's values, as dtype. With several nodes it takes two collectives: this
- * one gathers this rank's slice from the other nodes, dtrain__gather_inside the slices of this
- * node. A shard is rounded anew each time: a rounded copy beside the master would save 4 ms of a
- * step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), for 2 bytes of memory an element. */
+/* Start to gather a bucket's values as dtype. With several nodes that takes two collectives. This
+ * one gathers this rank's slice from the other nodes; dtrain__gather_inside gathers the slices
+ * inside the node. A shard is rounded at every gather: to keep a rounded copy beside the master
+ * would save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes
+ * per element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
@@ -372,7 +367,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
         dtype != DTRAIN_DTYPE_F32 ? dtype : (dtrain_dtype)layout->dtype, bucket->gathers);
 }
 
-/* Wait until a bucket's values, as dtype, have been gathered. */
+/* Wait until a bucket's values have been gathered as dtype. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   dtrain_dtype dtype)
 {
@@ -380,7 +375,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtr
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
-/* Point the parameters of a bucket at its values, or at nothing. */
+/* Point the parameters of a bucket at its values; or set their pointers to NULL. */
 static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket, bool shown)
 {
     const dtrain__layout *layout = &strategy->layout;

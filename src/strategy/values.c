@@ -1,11 +1,11 @@
-/* Whole values: shards that were updated are gathered, a whole parameter is read */
+/* Whole values: gather updated shards, read a whole parameter */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
-/* Return the host's array of the whole value, or the gradient, of a storage, as its dtype. */
+/* Return the host's array of a storage's whole value, or of its gradient, in the host's type. */
 DTRAIN__PRIVATE void *dtrain__host_value(const dtrain_param *storage)
 {
     return storage->dtype ? storage->typed_value : storage->value;
@@ -16,7 +16,7 @@ DTRAIN__PRIVATE void *dtrain__host_grad(const dtrain_param *storage)
     return storage->dtype ? storage->typed_grad : storage->grad;
 }
 
-/* Copy whole values between memory of the strategy (the flat buckets of ZERO1 and SHARD_GRAD_OP,
+/* Copy whole values between memory of the strategy (flat buckets of ZERO1 and SHARD_GRAD_OP,
  * masters) and the host's arrays, or arrays in the host's type. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
 {
@@ -39,8 +39,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
- * buckets are under way before one is waited for. */
+/* Gather updated shards for kinds that keep whole values (ZERO1, SHARD_GRAD_OP). All buckets are
+ * under way before one is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 {
     dtrain__bucket *const first = strategy->layout.buckets;
@@ -56,10 +56,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* Make *whole storage i with its value whole, with the bits that the shards have (in fp64 `value`
- * is the address); it is valid until the next call. Where units are gathered rounded, a slot does
- * not have those: then the parameter's bucket is gathered in fp32 into the slot, and its unit
- * counts as ABSENT. */
+/* Make *whole the storage i with its whole value, in the bits of the shards, valid until the next
+ * call. In fp64 `value` is only the address. If units are gathered rounded, a slot does not have
+ * these bits: then gather the parameter's bucket in fp32 into the slot; the unit becomes ABSENT. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {
@@ -77,7 +76,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
     return dtrain__gather_wait(strategy, bucket, DTRAIN_DTYPE_F32);
 }
 
-/* Note the states of all units before whole parameters are read. */
+/* Keep the states of all units before whole parameters are read. */
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
@@ -86,8 +85,7 @@ DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
     }
 }
 
-/* Bring back the units that reading has displaced: a tape or a host that has gathered a unit counts
- * on its values. */
+/* Gather the units that reading has evicted: a tape or a host uses their values. */
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
@@ -101,9 +99,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read a parameter of which ranks of the tensor axis have parts, if this rank has one: each sends
- * its own to the others, through `staging`, which holds the largest, for parts differ in length.
- * Collective over the mesh. */
+/* Read a parameter that the tensor axis cuts, if this rank has it. Each rank broadcasts its part
+ * through `staging`, which fits the largest part. Collective over the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {

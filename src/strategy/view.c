@@ -1,4 +1,4 @@
-/* Answers to the rooms of later rings: see strategy/view_internal.h */
+/* Answers to rooms of later rings: strategy/view_internal.h */
 
 #include "core/platform_internal.h"
 #include "strategy/view_internal.h"
@@ -15,7 +15,7 @@ DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i
     return p->state.storage == p && strategy->layout.entries[i].trainable;
 }
 
-/* Each copy of the model has the same shard once, and every rank a whole value. */
+/* Each copy of the model has a shard once; every rank has a whole value. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -24,8 +24,8 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
     return layout->all_rank / sharers;
 }
 
-/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
- * plan). *passing: the value is there only while its unit is gathered. */
+/* True if gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a plan).
+ * *passing: the value is valid only while its unit is gathered. */
 DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
                                          uint32_t dtype, const void **low, bool *passing)
 {
@@ -51,7 +51,7 @@ DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strateg
 DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
                                                     dtrain_comm_info *info)
 {
-    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
+    const dtrain_comm *before = NULL; /* weights with the same ranks share a communicator */
     dtrain_comm_query(strategy->groups.pipeline, info);
     for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
         const dtrain_comm *tie = strategy->ties[i];
@@ -102,29 +102,26 @@ DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
 
 /* ---- A strategy that is not made --------------------------------------------------------------*/
 
-/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
- * For a named kind make the layout of rank 0, which tells what values are gathered. Local. */
-static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
-                                        size_t count, const dtrain_strategy_desc *given,
-                                        uint32_t node_ranks, dtrain__strategy_plan *plan)
+/* Count the bytes that a rank would allocate for a strategy; with AUTO, the least of all
+ * candidates. For a named kind make the layout of rank 0, for its gathered values. Local. */
+static dtrain_result dtrain__plan_needs(const dtrain__model *model,
+                                        const dtrain_strategy_desc *given, uint32_t node_ranks,
+                                        dtrain__strategy_plan *plan)
 {
-    const int ranks = dtrain_comm_size(plan->groups.data);
     dtrain__planned *planned = plan->planned;
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__candidates all;
     dtrain_memory memory;
+    if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
+    DTRAIN__TRY(dtrain__plan_resolve(model, &desc, &plan->groups, planned));
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
+        DTRAIN__TRY(dtrain__plan_kind(model, &planned->desc, &memory));
         plan->needs = memory.total;
-        dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__steps_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
+        dtrain__resolve_levels(&planned->desc, model->ranks);
+        return dtrain__steps_layout(&planned->layout, model, &planned->desc, 0);
     }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
+    DTRAIN__TRY(dtrain__plan_candidates(model, &planned->desc, node_ranks, &all));
     plan->needs = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
         if ((uint64_t)all.totals[i] < plan->needs) plan->needs = (uint64_t)all.totals[i];
@@ -146,15 +143,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
+    const dtrain__model model = {&world->allocator, params, count,
+                                 dtrain_comm_size(plan->groups.data)};
     if (plan->planned) {
         plan->layout = &plan->planned->layout;
         plan->stages = &plan->planned->stages;
         plan->pipeline = desc->pipeline;
-        mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
+        mine = dtrain__plan_needs(&model, desc, node_ranks, plan);
     }
-    if (mine == DTRAIN_OK)
-        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
-                                      desc->pipeline, &plan->groups);
     DTRAIN__TRY(dtrain__agree(plan->groups.all, mine));
     return dtrain__auto_limit(world, desc, plan->groups.all, &plan->limit);
 }

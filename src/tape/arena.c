@@ -1,6 +1,6 @@
 /* The tape's memory
  *
- * Chunks of the device or the host, arenas that are filled and rewound, tensors made in them. */
+ * Chunks of device or host memory, the arenas that they form, tensors in them. */
 
 #include "core/platform_internal.h"
 #include "comm/comm.h"
@@ -8,8 +8,8 @@
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
-/* Return the communicator of the ranks that hold one model with this one, whose memory sums,
- * gathers and messages reach without a copy; NULL: no other rank reads what is on the tape. */
+/* Return the communicator of the ranks that hold one model together: collectives and messages reach
+ * its memory without a copy. NULL: no other rank reads the tape's memory. */
 static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
 {
     return tape->groups.tensor || tape->stages ? tape->groups.model : NULL;
@@ -87,15 +87,15 @@ static dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *aren
     return chunk;
 }
 
-/* Rewind an arena: what is taken from now on overwrites what was taken before. */
+/* Rewind an arena, whose contents will be overwritten. */
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
     arena->at = &arena->first;
     arena->used = 0;
 }
 
-/* Take bytes of an arena: from the chunk in use, from the next one that is large enough, or from a
- * new one. What a chunk has left when the arena moves on stays unused until it is rewound. */
+/* Take bytes of an arena: from the chunk in use, from the next chunk that is large enough, or from
+ * a new one. The rest of a chunk that is passed stays unused until the arena is rewound. */
 static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
     bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
@@ -143,7 +143,7 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
     return bytes ? dtrain__bump_take(tape, arena, bytes) : NULL;
 }
 
-/* Take a chunk of the pool that nobody owns, or make one. */
+/* Take a free chunk of the pool, or make one. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, int64_t count,
                                                     uint32_t dtype)
 {
@@ -162,8 +162,8 @@ DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk)
     if (chunk) chunk->owners--;
 }
 
-/* Take memory for results of the node, or for what stays until the next begin when node is NULL. A
- * remote one gets an address without memory. */
+/* Take memory for results of the node or, if node is NULL, memory that lasts until the next begin.
+ * A remote node gets an address without memory. */
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
@@ -174,7 +174,7 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
     return dtrain__take_values(tape, arena, count, dtype);
 }
 
-/* Make a tensor of this pass, the node's result or (NULL) an input, without memory. NULL after an
+/* Make a tensor of this pass: the node's result, or (NULL) an input without memory. NULL after an
  * error, which sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,

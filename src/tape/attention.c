@@ -1,17 +1,15 @@
-/* Attention, and what belongs to it: rotary position embedding, softmax
+/* Attention, rotary position embedding, softmax
  *
- * Heads are independent of each other. Over a tensor axis (parallel/mesh.h) a rank has whole heads
- * of rows that are cut by columns: heads of queries with the heads of keys and values that they
- * meet. Attention and rotary turn the model's numbers of heads into this rank's:
+ * Heads are independent of each other. A tensor axis (parallel/mesh.h) cuts rows into whole heads:
+ * heads of queries with their heads of keys and values. Attention and rotary turn the model's
+ * numbers of heads into this rank's:
  *
  *     q0 q1 q2 q3 | k0 k1 | v0 v1     of 2 ranks the first has q0 q1 k0 v0, the second q2 q3 k1 v1
  *
- * Nothing is sent, and a head has the bits that it has on one rank.
- *
- * What a node keeps alive until its backward:
+ * Nothing is sent, and a head has the bits of one rank. Kept until backward:
  *
  *     attention       q, k, v, mask, key lengths, y, log-sum-exp of each row and head
- *     rotary          nothing: the backward pass turns the gradient back
+ *     rotary          nothing
  *     softmax         y */
 
 #include "core/platform_internal.h"
@@ -24,17 +22,17 @@
  *
  *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q
  *
- * d_k and d_v of a head that several heads of queries share are sums over those. Inputs of the
- * operation: q or packed rows, key lengths if there are any, k and v unless packed, a mask. */
+ * d_k and d_v are sums over the heads of queries that share the head. Inputs of the operation: q or
+ * packed rows, key lengths (optional), k and v unless packed, a mask (optional). */
 
 typedef struct dtrain__attention {
     dtrain_attention_args args;
-    uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
-    int64_t heads, first_head;    /* of queries: in the whole, and the first one of this rank */
+    uint32_t lengths, k, v, mask; /* numbers of these inputs; 0 = none */
+    int64_t heads, first_head;    /* all heads of queries, and this rank's first head */
 } dtrain__attention;
 
-/* Read a run of a row's columns, counted from column `begin` of the whole row, as some of `heads`
- * heads of d columns. */
+/* Find the heads in a run of a row's columns: some of `heads` heads of d columns, which begin at
+ * column `begin` of the whole row. */
 static dtrain_result dtrain__heads_of(const dtrain_op *op, uint32_t input, uint32_t run,
                                       int64_t begin, int64_t heads, int64_t d, int64_t *first,
                                       int64_t *count)
@@ -54,8 +52,8 @@ static dtrain_result dtrain__heads_of(const dtrain_op *op, uint32_t input, uint3
                           (long long)from, (long long)past - 1, input + 1, (long long)d);
 }
 
-/* Check how the inputs lie, and where their columns are cut turn the numbers of heads into those of
- * this rank. */
+/* Check the placements of the inputs; if columns are cut, reduce the numbers of heads to this
+ * rank's. */
 static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attention *x)
 {
     dtrain_attention_args *args = &x->args;
@@ -104,7 +102,7 @@ static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attenti
     return DTRAIN_OK;
 }
 
-/* Take the mask, whose axes count from the last one, and the key lengths. */
+/* Take the key lengths and the mask, whose leading axes can be missing. */
 static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__attention *x)
 {
     dtrain_attention_args *args = &x->args;
@@ -155,7 +153,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     args->dtype = (dtrain_dtype)q->dtype;
     args->batch = q->count / width / args->queries;
     args->d = width / all;
-    for (uint32_t i = 0; i < 3; i++) { /* packed rows hold q, k and v side by side */
+    for (uint32_t i = 0; i < 3; i++) { /* packed rows hold q, k, v side by side */
         const dtrain_tensor *rows = op->inputs[inputs[i]];
         const int64_t count = args->batch * (i ? args->keys : args->queries);
         stride[i] = rows->shape[rows->ndim - 1];
@@ -178,7 +176,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, q, args->heads * args->d, args->dtype);
     if (q->placement == DTRAIN_PLACEMENT_COLUMNS) {
-        /* this rank's heads of queries, of a row of all of them */
+        /* this rank's heads of queries */
         const dtrain__share part = dtrain__component_of(op, q, x->heads * args->d);
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
@@ -189,7 +187,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Count two products of d elements for each query and each key that it sees: scores, values. */
+/* Count two products of d elements, scores and values, for each query and each key that it sees. */
 static double dtrain__attention_flops(const dtrain_attention_args *args)
 {
     const double keys = (double)args->keys, queries = (double)args->queries;
@@ -233,7 +231,7 @@ DTRAIN__OP(attention, attention,
            DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS | DTRAIN__OP_COUNTS,
            DTRAIN_RECOMPUTE_ATTENTION, 0, DTRAIN__OP_PLACES, false)
 
-/* The same, where input 1 has the key lengths. */
+/* With key lengths as input 1. */
 DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
                  DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS | DTRAIN__OP_COUNTS,
                  DTRAIN_RECOMPUTE_ATTENTION, 1u << 1, DTRAIN__OP_PLACES, false)
@@ -256,11 +254,11 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
         args.args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
     }
     if (desc && desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
-    /* The backward kernel writes three gradients at once: copy a tensor that comes twice, v first,
-     * so that its gradients are added up in the order q, k, v. */
+    /* The backward kernel writes three gradients at once: copy a tensor that occurs twice, v first,
+     * so that its gradients are added in the order q, k, v. */
     if (v && v->needs_grad && (v == q || v == k)) v = dtrain_scale(tape, v, 1);
     if (k && k->needs_grad && k == q) k = dtrain_scale(tape, k, 1);
-    if (k || v) { /* the operation refuses one alone: the other is NULL */
+    if (k || v) { /* the operation refuses NULL for only one of them */
         inputs[args.k = count++] = k;
         inputs[args.v = count++] = v;
     }
@@ -296,7 +294,7 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
                               (double)args->theta);
     if (!args->rotated) args->rotated = args->heads;
     args->d = width / args->heads;
-    int64_t heads = 0, rotated = 0; /* of this rank's columns: turned ones come first in each run */
+    int64_t heads = 0, rotated = 0; /* on this rank; each run begins with turned heads */
     for (uint32_t run = 0; cut && run < dtrain__tensor_share(x)->runs; run++) {
         int64_t first, count;
         DTRAIN__TRY(dtrain__heads_of(op, 0, run, 0, args->heads, args->d, &first, &count));
@@ -314,10 +312,7 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__rotary_forward(dtrain_op *op)
-{
-    return op->device->ops->rotary(op->device, (const dtrain_rotary_args *)op->args);
-}
+DTRAIN__OP_FORWARD(rotary)
 
 static dtrain_result dtrain__rotary_backward(dtrain_op *op)
 {
@@ -358,10 +353,7 @@ static dtrain_result dtrain__softmax_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__softmax_forward(dtrain_op *op)
-{
-    return op->device->ops->softmax(op->device, (const dtrain_softmax_args *)op->args);
-}
+DTRAIN__OP_FORWARD(softmax)
 
 static dtrain_result dtrain__softmax_backward(dtrain_op *op)
 {

@@ -1,17 +1,17 @@
 /* Backward
  *
- * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
- *    will get a contribution; alias and target are counted apart, as the strategy registered them
- * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
- *    backward, give its outputs' gradients back, tell the strategy about parameters that have had
- *    their last contribution
+ * 1. mark the nodes between the trainable leaves and the loss, and count the contributions to each
+ *    parameter; an alias and its target count separately, as the strategy has registered them
+ * 2. in reverse order: enter the node's unit, recompute dropped values, run the node's backward,
+ *    give back the gradients of its outputs, tell the strategy about parameters that have had their
+ *    last contribution
  *
- * In a pipeline without bubbles step 2 stops halfway at operations with parameters, whose gradients
- * another walk makes later (dtrain__backward_params).
+ * In a zero-bubble pipeline step 2 leaves out gradients of parameters; another walk makes them
+ * later (dtrain__backward_params).
  *
- * Nodes are recorded after the nodes that made their inputs, so when the walk reaches a node every
- * use of its outputs has contributed: their gradients are complete, are spent, and their buffers go
- * back. A handful of buffers serves a model of any depth. */
+ * A node is recorded after the producers of its inputs. So when the walk reaches a node, all uses
+ * of its outputs have contributed: their gradients are complete, and their buffers go back to the
+ * pool after use. A handful of buffers serves a model of any depth. */
 
 #include "core/platform_internal.h"
 #include "world/timeline_internal.h"
@@ -19,12 +19,12 @@
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 
-/* Give the gradients of a node's outputs back, and tell the strategy about parameters that have had
+/* Give back the gradients of a node's outputs, and tell the strategy about parameters that have had
  * their last contribution. */
 static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
 {
     const dtrain_op *op = &node->op;
-    for (uint32_t i = 0; i < op->output_count; i++) { /* used: the buffers go back */
+    for (uint32_t i = 0; i < op->output_count; i++) {
         dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->outputs[i];
         if (made->gradient) made->gradient->owners--;
         made->gradient = NULL;
@@ -39,7 +39,7 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
-/* Do both steps; the nodes that gradients come from are marked. */
+/* Do both steps from the nodes that are marked as reached. */
 static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
 {
     for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
@@ -54,7 +54,7 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
         dtrain_op *op = &node->op;
         if (!node->reached) continue;
         DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-        if (tape->pass.cast_mark != node->mark) /* copies that only the unit's forward had */
+        if (tape->pass.cast_mark != node->mark) /* round the weights of a unit gathered again */
             for (const dtrain__cast *cast = tape->casts; cast; cast = cast->next)
                 if (cast->mark == node->mark)
                     DTRAIN__TRY(dtrain__tape_convert(tape->device, cast->count,
@@ -62,10 +62,10 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
                                                      cast->low, tape->pass.cast));
         tape->pass.cast_mark = node->mark;
         DTRAIN__TRY(dtrain__segment_again(tape, node));
-        /* zeros: the loss does not depend on this output */
+        /* the loss can be independent of this output */
         DTRAIN__TRY(dtrain__gradient_zeros(tape, op->outputs[0]));
-        /* gradients of parameters come later if somebody wants them and nothing was dropped: that
-         * would be gone by then */
+        /* leave gradients of parameters to the second half, unless values are dropped: they would
+         * be gone by then */
         for (uint32_t i = 0; i < op->param_count; i++)
             if (tape->pass.halves && (op->reads & DTRAIN_OP_SPLITS) && !node->segment &&
                 node->target[i])
@@ -87,8 +87,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_
                        call, (long long)loss->count);
 }
 
-/* Give a loss that can have gradients `scale` times its weight. A recorded pass computes the weight
- * on the device, from the number of samples there. */
+/* Set the gradient of the loss to `scale` times its weight. A recorded pass computes the weight on
+ * the device, from the number of samples there. */
 static dtrain_result dtrain__backward_seed(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -146,8 +146,8 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
     return dtrain__tape_stick(tape, result);
 }
 
-/* Walk the nodes that have a second half, in the same order: a parameter that several of them use
- * gets its contributions in the order of a whole backward. */
+/* Walk the nodes that have a second half, in the same order: a parameter of several nodes gets its
+ * contributions in the order of a whole backward. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
 {
     dtrain_result result = tape->error;
@@ -169,16 +169,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
 
 /* ---- Gradients of tensors
  *
- * The first contribution overwrites, later ones add. An operation that only hands its gradient on
- * (add) makes the buffer shared instead of copying it; who wants to write into a shared buffer
- * makes a copy first. In a residual network
+ * The first contribution overwrites, later ones add. An operation that only passes its gradient on
+ * (add) shares the buffer instead of copying it; a writer copies a shared buffer first. In a
+ * residual network
  *
- *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
- *                         and by the time it adds its own share to d x that is the only owner
+ *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and gives it
+ *                         back, so d x is the only owner when f's backward adds to it
  *
- * A kernel that can only overwrite gets a private buffer; earlier contributions are put
- * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
- * again. */
+ * A kernel that can only overwrite gets a private buffer; earlier contributions are put aside
+ * (`earlier`) and added after its backward, or when it asks for the same tensor again. */
 
 /* Point x's gradient to a chunk; the caller counts the owners. */
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
@@ -187,8 +186,8 @@ static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
     x->grad = chunk ? chunk->memory : NULL;
 }
 
-/* Make x the only owner of its gradient, for one contribution that is written there; *accumulate
- * tells the kernel whether to add. Without a chunk it is memory that nobody shares. */
+/* Make x the only owner of its gradient, for one contribution; *accumulate tells the kernel whether
+ * to add. A gradient without a chunk is not shared. */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate)
 {
@@ -212,7 +211,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_zeros(dtrain_tape *tape, dtrain_t
     return tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x));
 }
 
-/* Add to x's gradient the contributions that were put aside for a kernel that overwrites. */
+/* Add the contributions that were put aside to x's gradient. */
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x)
 {
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
@@ -224,9 +223,9 @@ static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor 
                             x->grad);
 }
 
-/* Add an output's gradient to an input's, by sharing the buffer when the input has none yet and the
- * same type. Memory of a value (no chunk) is copied: activation checkpointing may drop the value
- * while the input still needs its gradient. */
+/* Add an output's gradient to an input's. If the input has no gradient yet and the same type, they
+ * share the buffer. Memory of a value (no chunk) is copied: activation checkpointing can overwrite
+ * it while the input still needs its gradient. */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input)
 {
     const dtrain_tensor *from = op->outputs[output];
@@ -266,7 +265,7 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
-/* An operation that asks must write: from now on the gradient counts as written. */
+/* The caller must write the gradient: it counts as written from now on. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
@@ -276,10 +275,9 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
         return NULL;
     *accumulate = !op->planning && target->state.grad_written;
     float *grad = op->planning ? (float *)DTRAIN__REMOTE : target->grad;
-    /* Under sequence parallelism the gradients of whole parameters are sums over the rows of all
-     * ranks. Of an operation on whole tensors each rank has all of that sum, and the first one
-     * counts it: others get memory that does not count, and their gradient stays zero or what it
-     * was. */
+    /* Sequence parallelism sums the gradients of whole parameters over the ranks. In an operation
+     * on whole tensors each rank has the full gradient, so only the first rank counts it: the
+     * others write to scratch memory, and their gradient keeps its value or zero. */
     const dtrain__groups *groups = &op->tape->groups;
     if (groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
         op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE) {

@@ -1,20 +1,14 @@
 /* Convolution and pooling
  *
- * Images are (batch, height, width, channels): a pixel's channels are neighbours in memory, so an
- * image is also a matrix of pixels, which linear layers, normalisations and sums take as it is.
- *
- * What a node keeps alive until its backward, beside its parameters:
- *
- *     convolution       x
- *     maximum           for each output which of its window's elements it was
- *     average           nothing */
+ * Images are (batch, height, width, channels): a pixel's channels are neighbours in memory, so
+ * linear layers, norms and sums take an image as a matrix of pixels. A convolution keeps x until
+ * its backward, maximum pooling the index of each maximum, average pooling nothing. */
 
 #include "core/platform_internal.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
-/* Fill in the images and the counts of windows; the axes of *w have the desc's values or their
- * defaults. */
+/* Fill in sizes of images and counts of windows. */
 static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d *w)
 {
     static const char *const names[2] = {"height", "width"};
@@ -129,7 +123,7 @@ DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtr
 
 /* ---- Pooling
  *
- * A whole image is a pool with one window, whose output has no height and width. */
+ * Pooling of a whole image has one window, and an output without height and width. */
 
 typedef struct dtrain__pool2d {
     dtrain_pool2d_args forward;
@@ -173,10 +167,7 @@ static dtrain_result dtrain__pool2d_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__pool2d_forward(dtrain_op *op)
-{
-    return op->device->ops->pool2d(op->device, &((const dtrain__pool2d *)op->args)->forward);
-}
+DTRAIN__OP_FORWARD(pool2d)
 
 static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
 {

@@ -6,22 +6,21 @@
  *
  * and 0 in padding.
  *
- * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
- * only use and the operation that made them does not look at them in its own backward, they are
- * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
+ * Logits are by far the largest value of a language model, (rows, vocabulary). If they have no
+ * other use and their producer does not read them in backward, d_logits overwrites them: there is
+ * no second buffer of this size.
  *
- * Over a tensor axis (parallel/mesh.h) logits of a classifier that is cut by rows lie in columns,
- * and stay where they are (Shoeybi et al., "Megatron-LM", 2019, section 3). Per row, of the columns
- * that are here:
+ * Over a tensor axis (parallel/mesh.h) a classifier cut by rows makes columns of logits, which stay
+ * on their ranks (Shoeybi et al., "Megatron-LM", 2019, section 3). Each rank, for each row:
  *
  *     1. maximum, sum of e^(x - maximum), target's logit or 0, with smoothing sum of the logits
- *     2. all-reduce of the maxima; the sums of this rank become those below the whole row's maximum
- *     3. all-reduce of the sums, the targets' logits and the sums of logits, in one
- *     4. loss and log-sum-exp of the whole row; every rank has the same
+ *     2. all-reduce of the maxima; rescale this rank's sum to the maximum of the whole row
+ *     3. one all-reduce of the sums, the targets' logits and the sums of logits
+ *     4. loss and log-sum-exp of the whole row, the same on every rank
  *
- * Three floats a row travel, four with smoothing, and backward needs no more: softmax is made of
- * the log-sum-exp. The padding may be all that a rank has. Of logits cut by rows each rank computes
- * its own targets, and the sums of the losses are added up. */
+ * Ranks exchange three floats a row, four with smoothing, and nothing in backward, which makes
+ * softmax from the log-sum-exp. A rank can have only padding. If logits are cut by rows, each rank
+ * computes the losses of its rows, which are then summed. */
 
 #include "core/platform_internal.h"
 #include "comm/comm.h"
@@ -30,9 +29,9 @@
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
-    float *whole_max; /* (rows), of logits cut by columns; NULL: they are not */
-    float factor;     /* 1 / number of targets that are not ignored; of a recorded pass 1 */
-    const float *device_factor; /* the same on the device, of a recorded pass; or NULL */
+    float *whole_max; /* (rows), for logits cut by columns; or NULL */
+    float factor;     /* 1 / number of targets that are not ignored; 1 in a recorded pass */
+    const float *device_factor; /* this number on the device, in a recorded pass; or NULL */
 } dtrain__cross_entropy;
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -129,7 +128,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.scale = loss->factor;
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
-    if (loss->device_factor) { /* their product, as a sum of one element: rounded once */
+    if (loss->device_factor) { /* upstream * factor, as a sum of one element: rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);
         DTRAIN__TRY(dtrain__sum_to(op->device, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,

@@ -1,4 +1,8 @@
-/* Elementwise operations, sum and mean: nothing is kept for their backwards */
+/* Operations on single elements, losses, sum and mean
+ *
+ * Backward reads at most the inputs. Activations, products and losses are one kernel and its
+ * backward, each with another function of one or two elements (dtrain_pointwise). A loss is the
+ * mean of such a function in fp32. */
 
 #include "core/platform_internal.h"
 #include "tape/ops.h"
@@ -12,10 +16,110 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op)
     return dtrain__refuse(op, "expected inputs of the same count and last axis");
 }
 
+/* ---- Activations, products of elements, losses ------------------------------------------------*/
+
+/* Make the output: fp32 for a loss, else the wider type of the inputs, or x's if both are equally
+ * wide. */
+static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *other = op->inputs[1];
+    dtrain_pointwise_args *args = (dtrain_pointwise_args *)op->args;
+    const uint32_t kind = args->kind;
+    if (kind > DTRAIN_POINTWISE_LOGISTIC_LOSS || kind == DTRAIN_ACTIVATION_NONE ||
+        (!other && kind > (uint32_t)DTRAIN_ACTIVATION_SILU))
+        return dtrain__refuse(op, "activation is %u, which is not a dtrain_activation", kind);
+    if (other) DTRAIN__TRY(dtrain__check_same(op));
+    args->x_dtype = args->y_dtype = (dtrain_dtype)x->dtype;
+    if (other) args->other_dtype = (dtrain_dtype)other->dtype;
+    if ((other && other->dtype == DTRAIN_DTYPE_F32) || kind >= DTRAIN_POINTWISE_SQUARED_ERROR)
+        args->y_dtype = DTRAIN_DTYPE_F32;
+    dtrain_op_output(op, args->y_dtype, x->ndim, x->shape);
+    args->count = x->count;
+    args->x = op->input_data[0];
+    args->other = op->input_data[1];
+    args->y = op->output_data[0];
+    return DTRAIN_OK;
+}
+
+DTRAIN__OP_FORWARD(pointwise)
+
+/* Compute both gradients in one pass over memory, or in two if both inputs are one tensor: the
+ * second gradient is then added to the first. */
+static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_pointwise_args args = *(const dtrain_pointwise_args *)op->args;
+    args.d_y = op->outputs[0]->grad;
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
+    if (args.d_x && op->inputs[0] == op->inputs[1]) {
+        DTRAIN__TRY(op->tape->error);
+        DTRAIN__TRY(ops->pointwise_backward(op->device, &args));
+        args.d_x = NULL;
+    }
+    args.d_other = dtrain_op_input_grad(op, 1, &args.accumulate_other);
+    DTRAIN__TRY(op->tape->error);
+    if (!args.d_x && !args.d_other) return DTRAIN_OK;
+    return ops->pointwise_backward(op->device, &args);
+}
+
+DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
+DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           0, false)
+
+/* Apply a function of one element, or of two. */
+static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                              uint32_t kind, dtrain_tensor *x, dtrain_tensor *other)
+{
+    dtrain_tensor *const inputs[2] = {x, other};
+    dtrain_pointwise_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = kind;
+    return dtrain_tape_apply(tape, desc, inputs, desc == &dtrain__activate_op ? 1 : 2, NULL, 0,
+                             &args, sizeof args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_activate(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_activation activation)
+{
+    if (x && dtrain__is_float(x) && activation == DTRAIN_ACTIVATION_NONE) return x;
+    return dtrain__pointwise_apply(tape, &dtrain__activate_op, activation, x, NULL);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_multiply(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
+{
+    return dtrain__pointwise_apply(tape, &dtrain__multiply_op, DTRAIN_POINTWISE_MULTIPLY, x, y);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_swiglu(dtrain_tape *tape, dtrain_tensor *gate, dtrain_tensor *up)
+{
+    return dtrain__pointwise_apply(tape, &dtrain__swiglu_op, DTRAIN_POINTWISE_SWIGLU, gate, up);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_mse_loss(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor *target)
+{
+    return dtrain_mean(tape, dtrain__pointwise_apply(tape, &dtrain__mse_loss_op,
+                                                     DTRAIN_POINTWISE_SQUARED_ERROR, x, target));
+}
+
+DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_tensor *logits,
+                                                      dtrain_tensor *target)
+{
+    return dtrain_mean(tape,
+                       dtrain__pointwise_apply(tape, &dtrain__bce_with_logits_loss_op,
+                                               DTRAIN_POINTWISE_LOGISTIC_LOSS, logits, target));
+}
+
 /* ---- Add
  *
- * Both inputs share the gradient of the sum until one of them has more to add. The sum has the
- * wider type of the two, x's when they are as wide. */
+ * Both inputs share the gradient of the sum until another contribution comes. The sum has the wider
+ * type of the two, x's if both are equally wide. */
 
 static dtrain_result dtrain__add_prepare(dtrain_op *op)
 {
@@ -42,8 +146,8 @@ static dtrain_result dtrain__add_backward(dtrain_op *op)
 
 DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
-/* Scale the second of two losses that are means over different samples, so that both can have the
- * weight of the first, which ignores no targets where one of them ignores none. */
+/* Scale one of two losses that are means over different samples, so that both can have the weight
+ * of the other, which is a loss that ignores no targets if there is one. */
 static dtrain_result dtrain__balance(dtrain_tape *tape, dtrain_tensor *inputs[2])
 {
     const dtrain__tape_tensor *x = (const dtrain__tape_tensor *)inputs[0],
@@ -77,8 +181,8 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
 
 /* ---- Scale and dropout
  *
- * Both are linear in x and keep nothing: the kernel that makes y of x makes d_x of d_y. Whether
- * dropout keeps an element is a function of (seed, stream, its place in the whole tensor). */
+ * Both are linear in x and keep nothing: the kernel that makes y from x makes d_x from d_y. Whether
+ * dropout keeps an element is a function of (seed, stream, place in the whole tensor). */
 
 typedef struct dtrain__map {
     float factor;
@@ -91,8 +195,7 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     const float probability = ((const dtrain__map *)op->args)->dropout.probability;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain__refuse(op, "probability is %g, not in [0, 1)", (double)probability);
-    /* Random numbers are drawn by an element's place in the whole tensor, so that the masks of all
-     * ranks together equal the mask of one. */
+
     dtrain_part *const of = &((dtrain__map *)op->args)->dropout.part;
     const dtrain__share *part = dtrain__tensor_share(x);
     const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS;
@@ -174,7 +277,7 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 
 /* ---- Sum and mean
  *
- * y = factor * sum of x, with factor 1 or one over the count. */
+ * y = factor * sum of x, with factor 1 or 1 / count. */
 
 static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 {
@@ -195,8 +298,8 @@ static dtrain_result dtrain__sum_forward(dtrain_op *op)
                           (double)*(const float *)op->args, NULL);
 }
 
-/* Give every element the same gradient. Where x has a narrow type it is rounded once, after the
- * factor: a scaled loss may be beyond fp16 while its mean is not. */
+/* Give every element the same gradient. For a narrow x it is rounded once, after the factor: a
+ * scaled loss can exceed fp16 although its mean does not. */
 static dtrain_result dtrain__sum_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
@@ -237,9 +340,10 @@ DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
 
 DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 {
-    const float factor = 0; /* set by prepare, which knows the count of x: one over it */
+    const float factor = 0; /* prepare sets it to 1 / count */
     return dtrain_tape_apply(tape, &dtrain__mean_op, &x, 1, NULL, 0, &factor, sizeof factor);
 }
 
 #undef DTRAIN__OP
+#undef DTRAIN__OP_FORWARD
 #undef DTRAIN__OP_NAMED

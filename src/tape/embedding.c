@@ -1,13 +1,12 @@
 /* Embedding
  *
  * d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
- * The kernel touches only rows that occur, so the others have to become zero first.
+ * The kernel touches only rows that occur, so the gradients are zeroed first.
  *
- * Over a tensor axis (parallel/mesh.h) the table may be cut by rows: each rank has the vectors of a
- * part of the vocabulary, looks those up, and has zeros for other tokens. The sum over the ranks
- * then has one term that is not zero: the bits are those of the whole table. The first rank adds
- * the positions, which are therefore in the sum once. With sequence parallelism a rank keeps a part
- * of the rows only:
+ * A tensor axis (parallel/mesh.h) can cut the table by rows: each rank looks up its part of the
+ * vocabulary and has zeros for other tokens. The sum over the ranks has one term that is not zero,
+ * so it has the bits of the whole table. Only the first rank adds positions. With sequence
+ * parallelism a rank keeps only part of the rows:
  *
  *     table        rows        forward                                 backward
  *     whole        all         look up                                 of all rows
@@ -17,19 +16,19 @@
  *                                                                      table, positions of these
  *                                                                      rows
  *
- * Gradients of what is whole are then sums over these rows, which the strategy adds up. */
+ * Gradients of whole parameters are then sums over this rank's rows, which the strategy sums. */
 
 #include "core/platform_internal.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
 typedef struct dtrain__embedding {
-    dtrain_embedding_args forward; /* of the rows that this rank looks up */
-    int64_t rows, first_row;       /* of the output: how many, and the first one's number */
-    bool cut;                      /* the table is */
+    dtrain_embedding_args forward; /* rows that this rank looks up */
+    int64_t rows, first_row;       /* rows of the output, number of the first */
+    bool cut;                      /* the table is cut */
 } dtrain__embedding;
 
-/* Let a kernel work on this rank's rows only. */
+/* Restrict a kernel to this rank's rows. */
 static void dtrain__embedding_own_rows(const dtrain__embedding *layer, dtrain_embedding_args *args)
 {
     args->rows = layer->rows;
@@ -117,11 +116,11 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
         DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
     if (layer->cut && layer->rows < args.rows) {
-        if (grad[0]) { /* the rows of all ranks have something for a cut table */
+        if (grad[0]) { /* a cut table needs d_y of all rows */
             dtrain__chunk *all =
                 dtrain__scratch_take(op->tape, args.rows * args.n, DTRAIN_DTYPE_F32);
             if (!all) return op->tape->error;
-            DTRAIN__TRY(dtrain__gather_rows(op, op->outputs[0]->grad, all->memory, args.rows,
+            DTRAIN__TRY(dtrain__gather_rows(op, NULL, op->outputs[0]->grad, all->memory, args.rows,
                                             args.n, DTRAIN_DTYPE_F32, NULL));
             args.d_y = all->memory;
             args.d_wte = grad[0];

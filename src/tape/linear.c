@@ -1,16 +1,16 @@
-/* Linear layers, whole and shared by the ranks of a tensor axis
+/* Linear layers, whole or divided by a tensor axis
  *
  * With z = x weight^T + bias and y = act(z):
  *
  *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
  *
- * d_z overwrites d_y, which nobody needs any more. A node keeps x alive until its backward; with
- * GELU or SiLU the value before it, with ReLU the output.
+ * d_z overwrites d_y, which is not needed any more. A node keeps x until its backward, with GELU or
+ * SiLU also z, with ReLU also y.
  *
- * The weight (out, in) says how t ranks share the layer (parallel/cut.h). Cut by rows, a rank makes
- * only its columns of y; cut by columns, it multiplies its columns of x, and y is the sum of all
- * products. One after the other, as in an MLP, they send once forward and once backward (the f and
- * g of Shoeybi et al., "Megatron-LM", 2019, are inside of the layers):
+ * The cut of the weight (out, in) divides the layer among t ranks (parallel/cut.h). With a weight
+ * cut by rows a rank makes its columns of y. With a weight cut by columns it multiplies its columns
+ * of x, and y is the sum of all products. The two in sequence, as in an MLP, send once forward and
+ * once backward (f and g of Shoeybi et al., "Megatron-LM", 2019, are inside the layers):
  *
  *                 cut by rows                   cut by columns
  *
@@ -27,23 +27,22 @@
  *     cut by columns  columns    rows       sums scattered     d_y is gathered
  *     not cut         whole or rows alike   -                  -
  *
- * Rows are those of sequence parallelism (Korthikanti et al., 2022), which sends the same bytes and
- * keeps a part of them. Invariants: no tensor is a partial sum; what is whole has the same bits on
- * every rank, and so has its gradient; collectives run in the order of the program on every rank.
- * The bias of a weight cut by rows is cut like it; that of a weight cut by columns is whole, and is
- * added once, to the sum. */
+ * Sequence parallelism (Korthikanti et al., 2022) cuts by rows: it sends the same bytes and keeps
+ * only part of them. Invariants: no tensor is a partial sum; a whole tensor and its gradient have
+ * the same bits on every rank; every rank runs collectives in program order. The bias of a weight
+ * cut by rows is cut alike; the bias of a weight cut by columns is whole and is added once, to the
+ * sum. */
 
 #include "core/platform_internal.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
 typedef struct dtrain__linear {
-    dtrain_gemm_args
-        forward;   /* local product: m rows of x after its all-gather, of y before its sum */
-    uint32_t cut;  /* dtrain_cut_axis of the weight, over several ranks */
-    bool gathers;  /* x has a part of the m rows */
-    bool scatters; /* y has a part of them */
-    bool has_d_z;  /* y->grad is that of z, and with it d_bias is made */
+    dtrain_gemm_args forward; /* local product: x after its all-gather, y before its sum */
+    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
+    bool gathers;             /* x has a part of the m rows */
+    bool scatters;            /* y has a part of the m rows */
+    bool has_d_z;             /* y->grad is d_z already, and d_bias is made */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -52,9 +51,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
     return op->device->ops->gemm(op->device, args);
 }
 
-/* ---- How it is shared -------------------------------------------------------------------------*/
+/* ---- Placements -------------------------------------------------------------------------------*/
 
-/* Check how inputs and parameters lie; find how y does, and its part. */
+/* Check the placements of inputs and parameters; find the placement of y and this rank's part. */
 static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
                                           uint32_t *placement, dtrain__share *part)
 {
@@ -73,7 +72,7 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
                                   : "cut by columns (DTRAIN_PLACEMENT_COLUMNS), as the weight is");
     if (columns && !dtrain__share_same(part, &weight))
         return dtrain__refuse(op, "cut what makes input 1, and the weight, into the same parts");
-    if (op->param_count > 1) { /* the bias is there as the outputs of the weight are */
+    if (op->param_count > 1) { /* the bias has the parts of y */
         const dtrain__share bias = dtrain__param_share(op, 1);
         const bool rows = layer->cut == DTRAIN_CUT_ROWS;
         if (rows ? !dtrain__share_same(&bias, &weight) : bias.axis >= 0)
@@ -84,7 +83,7 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     if (layer->cut == DTRAIN_CUT_COLUMNS) {
         DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
         layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
-    } else { /* a row of y is cut as the axis of the weight is */
+    } else { /* a row of y is cut like the axis of the weight */
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
         *placement = DTRAIN_PLACEMENT_COLUMNS;
         *part = dtrain__cut_part(op, &weight.cut, weight.whole, groups->tensor_rank);
@@ -127,9 +126,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
         args->aux = dtrain_op_save(op, op->cast, op->outputs[0]->count);
     if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
-    if (args->activation)
-        op->reads |= DTRAIN__OP_FIRST_HALF(1); /* the kernel that makes d_z adds
-                                                                    d_bias up */
+    if (args->activation) op->reads |= DTRAIN__OP_FIRST_HALF(1); /* d_z's kernel sums d_bias */
     return DTRAIN_OK;
 }
 
@@ -138,14 +135,13 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
     dtrain_gemm_args gemm = layer->forward;
     dtrain__chunk *all = NULL;
-    dtrain_bias_args bias;
     if (layer->gathers || layer->scatters) {
         all = dtrain__scratch_take(op->tape, gemm.m * (layer->gathers ? gemm.k : gemm.n), op->cast);
         if (!all) return op->tape->error;
     }
-    if (layer->gathers) { /* all (m, in): gathered again in backward, not kept */
+    if (layer->gathers) { /* (m, in), not kept: backward gathers it again */
         DTRAIN__TRY(
-            dtrain__gather_rows(op, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
+            dtrain__gather_rows(op, NULL, gemm.a, all->memory, gemm.m, gemm.k, gemm.a_dtype, NULL));
         gemm.a = all->memory;
     }
     if (layer->cut != DTRAIN_CUT_COLUMNS) {
@@ -154,7 +150,7 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
         return DTRAIN_OK;
     }
 
-    /* add the products of all ranks up, then the bias and the activation to the sum */
+    /* sum the products of all ranks, then apply bias and activation */
     gemm.bias = NULL;
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
@@ -166,29 +162,24 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     else DTRAIN__TRY(dtrain__sum_values(op, gemm.c, gemm.m * gemm.n, gemm.c_dtype, NULL));
     dtrain__scratch_give(all);
     if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
-    memset(&bias, 0, sizeof bias);
-    bias.rows = op->outputs[0]->count / gemm.n;
-    bias.n = gemm.n;
-    bias.y = op->output_data[0];
-    bias.bias = layer->forward.bias;
-    bias.aux = layer->forward.aux;
-    bias.activation = layer->forward.activation;
-    bias.dtype = gemm.c_dtype;
-    return op->device->ops->bias(op->device, &bias);
+    gemm = layer->forward;
+    gemm.m = op->outputs[0]->count / gemm.n;
+    gemm.c = op->output_data[0];
+    gemm.ldc = gemm.n;
+    return op->device->ops->bias(op->device, &gemm);
 }
 
 /* ---- Backward
  *
- * d_x comes last: it is what the next backward reads, so it should be the freshest in the cache.
- * Where x is itself a linear layer's activated output and has no other use, the product that makes
- * d_x multiplies by that activation's derivative and adds up that layer's bias gradient while it is
- * at it: two passes less there.
+ * d_x comes last: the next backward reads it, so it should be the freshest in the cache. If x is
+ * the activated output of a linear layer and has no other use, the product that makes d_x also
+ * multiplies by that activation's derivative and sums that layer's bias gradient: two passes less.
  *
- * Where d_x is a sum over the axis it comes first, because the sum then continues under the product
- * that makes d_weight; and nobody may multiply it by anything before it is complete. */
+ * If d_x is a sum over the axis, it comes first: the sum runs while the product makes d_weight, and
+ * the incomplete sum cannot be multiplied by a derivative. */
 
-/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. `gemm` says where
- * they go, and whether to add. */
+/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: sums of the rows of d_z^T. `gemm` has their
+ * addresses and whether to add. */
 static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, dtrain_gemm_args *gemm,
                                                 const void *d_z, const void *x)
 {
@@ -234,11 +225,10 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
     return dtrain__counted_gemm(op, &gemm);
 }
 
-/* Make both gradients where d_x is a sum over the axis:
+/* Make both gradients if d_x is a sum over the axis:
  *
- *     x of all rows is gathered   |  under the product that makes this rank's d_x
- *     d_x is added up             |  under the product that makes d_weight
- */
+ *     x of all rows is gathered   |  during the product that makes this rank's d_x
+ *     d_x is summed               |  during the product that makes d_weight */
 static dtrain_result dtrain__linear_shared(dtrain_op *op, dtrain_gemm_args *weight)
 {
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
@@ -252,7 +242,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, dtrain_gemm_args *weig
         all = dtrain__scratch_take(op->tape, forward->m * forward->k, forward->a_dtype);
         if (!all) return op->tape->error;
         rows = all->memory;
-        DTRAIN__TRY(dtrain__gather_rows(op, forward->a, all->memory, forward->m, forward->k,
+        DTRAIN__TRY(dtrain__gather_rows(op, NULL, forward->a, all->memory, forward->m, forward->k,
                                         forward->a_dtype, &gathering));
     }
     char *d_x = (char *)dtrain_op_input_grad(op, 0, &add), *sum = d_x;
@@ -298,8 +288,8 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     if (!layer->has_d_z)
         weight.bias_grad = dtrain_op_param_grad(op, 1, &weight.accumulate_bias_grad);
 
-    /* d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without that
-     * product, or where it has the d_z of all rows and this rank's share of d_bias is its own */
+    /* Make d_z from d_y in place. Make d_bias too if the product of d_weight cannot: it does not
+     * run, or has the d_z of all rows, while this rank needs its part of d_bias. */
     const bool weighs = weight.c != NULL;
     if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add));
     if (activated || (weight.bias_grad && !(weighs && !layer->scatters))) {
@@ -309,7 +299,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
         args.accumulate = weight.accumulate_bias_grad;
         args.n = forward->n;
         args.rows = y->count / args.n;
-        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+        /* for ReLU, y replaces z: max(0, z) is positive exactly if z is */
         args.x = forward->aux ? forward->aux : forward->c;
         args.d_out = args.d_in = y->grad;
         args.d_bias = weight.bias_grad;
@@ -324,15 +314,15 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     if (layer->scatters) {
         all = dtrain__scratch_take(op->tape, forward->m * forward->n, forward->c_dtype);
         if (!all) return op->tape->error;
-        DTRAIN__TRY(dtrain__gather_rows(op, d_z, all->memory, forward->m, forward->n,
+        DTRAIN__TRY(dtrain__gather_rows(op, NULL, d_z, all->memory, forward->m, forward->n,
                                         forward->c_dtype, NULL));
         d_z = all->memory;
     }
     DTRAIN__TRY(dtrain__linear_weight_grad(op, &weight, d_z, forward->a));
 
-    /* The layer that made x, if the product that makes d_x may also finish the backward of its
-     * activation. Both must belong to the same visit to a unit: in another visit gradients may not
-     * be touched, and values may have been dropped. */
+    /* The layer that made x, if the product of d_x can also finish the backward of its activation.
+     * Both layers must belong to the same visit to a unit: in another visit gradients must not be
+     * touched, and values can be dropped. */
     dtrain_node *inner = x->producer;
     if (inner && (inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
                   inner->mark != ((const dtrain_node *)op)->mark ||

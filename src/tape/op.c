@@ -1,18 +1,17 @@
 /* Running an operation
  *
- * dtrain_tape_apply is the one way onto the tape, for built-in operations and those of a program:
+ * dtrain_tape_apply records all operations, built-in and custom:
  *
  * 1. make a node, with a copy of the arguments, in host memory that dtrain_tape_begin rewinds
  * 2. check inputs and parameters, and note the addresses of their values
- * 3. prepare: check shapes, make outputs, take memory for what backward will read
- * 4. forward; before it, inputs that autocast wants in a narrower type are rounded
- * 5. note the node in its segment if its results are dropped, and record it on the tape if a
- *    gradient will have to pass through it
+ * 3. prepare: check shapes, make outputs, take memory that backward will read
+ * 4. forward, after rounding the inputs that autocast wants in a narrower type
+ * 5. list the node in its segment if its results are dropped, and record it on the tape if a
+ *    gradient passes through it
  *
- * The addresses of steps 2 and 3 hold for the life of the node, although tensor->data may move: a
- * value that a later unit reads is copied out of the region it was dropped into. A forward that
- * runs again must read and write where its neighbours in the unit do, in the region; the copy is
- * for the readers outside. */
+ * The addresses of steps 2 and 3 hold for the life of the node, although tensor->data can move: a
+ * value that a later unit reads is copied out of its region. A forward that runs again reads and
+ * writes in the region, as the other operations of the unit do; readers outside use the copy. */
 
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
@@ -24,7 +23,6 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
 static dtrain_result dtrain__check_placements(const dtrain_op *op);
 
-/* step numbers are those of the list above */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -82,8 +80,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
         if (samples->terms) op->outputs[i]->samples = dtrain__samples_count(samples);
     }
 
-    /* 5. uses of inputs are counted for in-place backwards, which must know that nobody else will
-     * read an input */
+    /* 5. an in-place backward counts the uses of its input: it must be the only reader */
     if (node->dropped && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD)) {
         node->redo = node->segment->dropped;
         node->segment->dropped = node;
@@ -102,7 +99,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
 }
 
 /* Take the next input: check that it exists, has the right type and keeps its values as long as the
- * node needs them. A node whose input needs a gradient needs one. */
+ * node needs them. */
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
     dtrain_op *op = &node->op;
@@ -172,7 +169,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t r
     return DTRAIN_OK;
 }
 
-/* Return the input that the others must lie like; NULL: all are integers. */
+/* Return the input that determines the placement; NULL: all are integers. */
 static const dtrain_tensor *dtrain__first_float(const dtrain_op *op)
 {
     uint32_t i = 0;
@@ -196,8 +193,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Check that all tensors lie as the first one does, and so that the operation takes it. Integers
- * are always whole: beside columns of all rows they are as they should be. */
+/* Check that the operation takes the placement of the first tensor and that the others have it.
+ * Integers are always whole, which fits columns of all rows. */
 static dtrain_result dtrain__check_placements(const dtrain_op *op)
 {
     static const char *const others[] = {"", ", or cut by columns", ", or cut by rows"};
@@ -228,8 +225,8 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
 
 /* ---- Parameters
  *
- *     declared    the parameter that the operation was given: name, unit, flags, its count of uses
- *     storage     the end of its alias chain: the address of the values and of the gradient
+ *     declared    the parameter of the call: name, unit, flags, number of uses
+ *     storage     the end of its alias chain: addresses of the values and the gradient
  *
  * A tied weight is declared once in each unit that uses it, and stored once. */
 
@@ -238,8 +235,8 @@ DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
     return p->name ? p->name : "?";
 }
 
-/* Check that a parameter's values are in memory, `here` of them: a sharded strategy has only those
- * of the gathered unit. */
+/* Check that `here` values of a parameter are in memory: a sharded strategy has only the gathered
+ * unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage, const dtrain_param *declared,
                                          int64_t here)
@@ -278,8 +275,8 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made. It
- * is no result of a node, because other nodes may use it too. */
+/* Return a parameter's values in the type of autocast: a strategy's copy, or a new one, which
+ * belongs to no node because other nodes can use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
@@ -312,8 +309,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     return cast->low;
 }
 
-/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A
- * plan may come before values and gradients are allocated. */
+/* Take the next parameter: its values, and the target of its gradient if it gets one in this pass.
+ * A plan can run before values and gradients are allocated. */
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 {
     dtrain_op *op = &node->op;
@@ -323,8 +320,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     if (!p)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
                            i + 1);
-    /* follow the registered parameter: the program may pass a copy of it, whose value may be
-     * outdated */
+    /* follow the registered parameter: the program can pass a copy with an outdated value */
     dtrain_param *storage = p->state.storage ? p->state.storage : p;
     while (storage->alias_of) storage = storage->alias_of;
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
@@ -349,10 +345,63 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     return tape->error;
 }
 
+/* ---- What the units of a model cost
+ *
+ * A tape of the plan device with `costs` adds up the time of each unit's operations. A kernel takes
+ * the time of its products or of its bytes, whichever is longer. Both are counted in floating-point
+ * operations: a byte counts as the operations that the device does in the time of moving it. */
+
+/* Return the index of a unit; operations before the first mark belong to the first unit. */
+static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
+{
+    size_t u = 0;
+    while (u < costs->count && costs->units[2 * u] != unit) u++;
+    return u < costs->count ? u : 0;
+}
+
+static void dtrain__cost_add(const dtrain_node *node, double flops)
+{
+    const dtrain_op *op = &node->op;
+    const bool backward = op->tape->pass.state == DTRAIN__TAPE_DONE; /* or recomputation */
+    const dtrain__unit_costs *costs = op->tape->costs;
+    bool wanted = !backward || op->half != DTRAIN_OP_HALF_INPUTS; /* or the gradient of an input */
+    double bytes = 0;
+    if (!costs) return;
+    /* bytes of one pass over the tensors, and over parameters in a product (an embedding reads only
+     * a few rows of its table) */
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        wanted = wanted || op->inputs[i]->needs_grad;
+        bytes += (double)dtrain__tensor_bytes(op->inputs[i]);
+    }
+    for (uint32_t i = 0; i < op->output_count; i++)
+        bytes += (double)dtrain__tensor_bytes(op->outputs[i]);
+    for (uint32_t i = 0; i < op->param_count && flops > 0; i++) {
+        double count = sizeof(float);
+        for (int axis = 0; axis < 4 && op->param_shape[i][axis]; axis++)
+            count *= (double)op->param_shape[i][axis];
+        bytes += count;
+    }
+    if (!wanted) return;
+    if (backward && op->half == DTRAIN_OP_HALF_BOTH) bytes *= 2;
+    dtrain_pipeline_costs *unit = &costs->costs[dtrain__cost_place(costs, node->unit)];
+    double *const sum = !backward                           ? &unit->forward
+                        : op->half == DTRAIN_OP_HALF_PARAMS ? &unit->weight
+                                                            : &unit->backward;
+    *sum += flops > costs->flops_per_byte * bytes ? flops : costs->flops_per_byte * bytes;
+}
+
+DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype)
+{
+    const dtrain__unit_costs *costs = node ? node->op.tape->costs : NULL;
+    if (!costs || !costs->kept || node->dropped) return;
+    costs->kept[dtrain__cost_place(costs, node->unit)] +=
+        (uint64_t)count * dtrain_dtype_bytes((dtrain_dtype)dtype);
+}
+
 /* ---- Running ----------------------------------------------------------------------------------*/
 
-/* Call an operation's forward or backward (NULL: neither, in a plan) in a span named with its first
- * parameter, and count what it costs. */
+/* Call an operation's forward or backward (NULL: neither, in a plan) in a span named after its
+ * first parameter, and count its cost. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_call(dtrain_op *op, dtrain_result (*run)(dtrain_op *))
 {
     dtrain_world *world = op->tape->world;
@@ -420,7 +469,7 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
     const dtrain_tensor *first = dtrain__first_float(op);
-    if (first) { /* it lies as that input, or as each of several components of an equal width */
+    if (first) { /* placed like that input, or like one of its components of this width */
         dtrain__share part = *dtrain__tensor_share(first);
         const int64_t n = op->outputs[i]->shape[ndim - 1];
         bool each = first->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
@@ -428,8 +477,8 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
         if (each) part = dtrain__component_of(op, first, part.whole / part.runs);
         dtrain__place_as(op->outputs[i], first->placement, &part);
     }
-    /* Let the output be a mean over the same samples as its inputs; of two losses the one that
-     * ignores no targets counts, because it has samples on every rank, or else one that has any. */
+    /* The output is a mean over the samples of its inputs. Of two losses take the one that ignores
+     * no targets, which has samples on every rank, or else one that has samples. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
     for (uint32_t k = 0; k < op->input_count && op->outputs[i]->count == 1; k++) {
         const dtrain_tensor *x = op->inputs[k];
@@ -449,7 +498,7 @@ DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count
     return dtrain__take_data(op->tape, node, count, dtype);
 }
 
-/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
+/* Set out (1) to scale * sum of x (count), times factor[0] if factor is not NULL. The sum is a
  * double: a float sum over many rows would lose digits of the loss. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
                                              uint32_t dtype, int64_t count, double scale,
@@ -466,8 +515,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
     return device->ops->sum(device, &args);
 }
 
-/* Write a shape, "(6, 16)", with "any" for -1, to a text of the caller's, so that one sentence can
- * have several. */
+/* Write a shape, "(6, 16)", with "any" for -1, to the caller's text. */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text)
 {
     size_t used = 0;

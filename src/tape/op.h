@@ -1,19 +1,19 @@
-/* Operations of one's own
+/* Custom operations
  *
- * An operation is a constant dtrain_op_desc and a call of dtrain_tape_apply; the built-in ones
- * (tape/norms.c) are made of the same two, and examples/own_operation.c is a complete program. A
- * call lives from dtrain_tape_apply until the next dtrain_tape_begin and has three stations:
+ * An operation is a constant dtrain_op_desc and a call of dtrain_tape_apply. The built-in
+ * operations (tape/norms.c) use the same two; examples/own_operation.c is a complete program. A
+ * call lives from dtrain_tape_apply until the next dtrain_tape_begin and has three steps:
  *
- *     prepare    once: check shapes, make the outputs, take memory for what backward will read
- *     forward    compute outputs and saved memory from inputs and parameters; once, and once more,
- *                to the same bits, where activation checkpointing has dropped the results (the seed
- *                of random numbers is therefore an argument, or drawn in prepare)
+ *     prepare    once: check shapes, make the outputs, take memory that backward will read
+ *     forward    compute outputs and saved memory from inputs and parameters. Runs once more, to
+ *                the same bits, if activation checkpointing has dropped the results: the seed of
+ *                random numbers is an argument, or prepare draws it
  *     backward   compute gradients of inputs and parameters from the gradients of the outputs
  *
- * All addresses in a dtrain_op are device memory. Where device->ops->host_memory is true, as on the
- * CPU device, a loop in C may read and write them. Code for a GPU calls the kernels of device->ops
+ * All addresses in a dtrain_op are device memory. If device->ops->host_memory is true, as on the
+ * CPU device, a loop in C can read and write them. Code for a GPU calls the kernels of device->ops
  * (device/backend.h), or launches its own on device->ops->stream_native(device, NULL): work runs in
- * the order of the compute stream, and nothing has to be synchronised. */
+ * the order of the compute stream and needs no synchronisation. */
 
 #pragma once
 
@@ -28,25 +28,23 @@
 #define DTRAIN_OP_PARAMS 8
 #define DTRAIN_OP_OUTPUTS 2
 
-/* What backward reads beside gradients, parameters and saved memory. Activation checkpointing makes
- * again only what somebody reads, and an output that nobody reads may be overwritten. */
+/* Tensors that backward reads besides gradients, parameters and saved memory. Activation
+ * checkpointing recomputes only these tensors; other outputs can be overwritten. */
 #define DTRAIN_OP_READS_INPUTS 1u
 #define DTRAIN_OP_READS_OUTPUTS 2u
-/* Backward may be called once for each half: for the gradients of inputs and later, when other
- * micro-batches have had theirs, for those of parameters (op->half). A zero-bubble pipeline
- * (parallel/pipeline.h) then makes the second half while it would wait. In each half the calls for
- * gradients of the other answer NULL; what the first half changes in place the second one finds
- * changed: it has been called, also where no input wants a gradient. An operation without this flag
- * makes all gradients in the first half, as every operation does whose results activation
- * checkpointing drops. */
+/* Backward can run in two halves (op->half): for the gradients of inputs and later, after other
+ * micro-batches, for the gradients of parameters. A zero-bubble pipeline (parallel/pipeline.h) runs
+ * the second half instead of waiting. In each half, calls for gradients of the other half return
+ * NULL. The first half always runs, also if no input wants a gradient, and the second sees what it
+ * has changed in place. Without this flag, or if activation checkpointing drops the results, the
+ * first half makes all gradients. */
 #define DTRAIN_OP_SPLITS 4u
 
-/* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
- * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
- * tensors only, and an input of another placement is an error that names both. I32 inputs are
- * always whole: beside columns they are as they should be, beside rows an error. An output as wide
- * as each of several equal components of that input (q of a packed q|k|v) lies as such a component.
- * Parameters of such operations are not cut. */
+/* Placements of inputs over the tensor axis that an operation accepts besides whole tensors; an
+ * input of another placement is an error that names both. Outputs have the placement of the first
+ * input that is not I32. I32 inputs are always whole, and are an error beside rows. An output as
+ * wide as each of several equal components of that input (q of a packed q|k|v) is cut like such a
+ * component. Parameters of these operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
 
@@ -58,50 +56,50 @@ typedef enum dtrain_op_half {
 
 typedef struct dtrain_op_desc dtrain_op_desc;
 
-/* One call of an operation. The tensors have shapes and gradients; values are read and written at
- * the addresses below, which stay the same for the whole call (tensor->data may move). */
+/* One call of an operation. The tensors have shapes and gradients; kernels read and write values at
+ * the addresses below, which stay the same for the whole call (tensor->data can move). */
 typedef struct dtrain_op {
     const dtrain_op_desc *desc;
     dtrain_tape *tape;
     dtrain_device *device;
-    void *args; /* this call's copy of the arguments; prepare may leave addresses in it */
+    void *args; /* this call's copy of the arguments; prepare can store addresses in it */
     uint32_t input_count, output_count, param_count;
-    uint32_t reads;    /* the desc's; prepare may change it for this call */
+    uint32_t reads;    /* the desc's; prepare can change it for this call */
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
-    uint32_t half;     /* dtrain_op_half: what this call of backward is to make */
-    bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
-    bool planning;     /* addresses have no memory, on the plan device: forward is not called,
-                          backward asks for gradients as always, and reads and writes none */
+    uint32_t half;     /* dtrain_op_half: the gradients that this call of backward makes */
+    bool needs_grad;   /* false: backward is not called, and nothing has to be saved */
+    bool planning;     /* true on the plan device, whose addresses have no memory: forward is not
+                          called, backward asks for gradients but reads and writes none */
     dtrain_tensor *inputs[DTRAIN_OP_INPUTS], *outputs[DTRAIN_OP_OUTPUTS];
     dtrain_param *params[DTRAIN_OP_PARAMS];
     const void *input_data[DTRAIN_OP_INPUTS]; /* of inputs[i]->dtype, or see autocast */
     const void *param_data[DTRAIN_OP_PARAMS]; /* fp32, or see autocast; the unit is gathered */
-    int64_t param_shape[DTRAIN_OP_PARAMS][4]; /* leading non-zero entries, one at least */
+    int64_t param_shape[DTRAIN_OP_PARAMS][4]; /* leading non-zero entries, at least one */
     void *output_data[DTRAIN_OP_OUTPUTS];     /* of outputs[i]->dtype */
 } dtrain_op;
 
 struct dtrain_op_desc {
-    uint32_t reads;          /* DTRAIN_OP_READS_*, and DTRAIN_OP_SPLITS */
-    uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0: always kept */
+    uint32_t reads;          /* DTRAIN_OP_READS_*, DTRAIN_OP_SPLITS */
+    uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0 = none */
     uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
     uint32_t placements;     /* DTRAIN_OP_TAKES_*; 0 = whole tensors */
-    bool autocast;           /* input_data, and param_data of parameters with two axes or more, are
-                                 of the type `cast`. A gradient keeps the type of its tensor */
-    const char *name;        /* what error sentences begin with */
-    dtrain_result (*prepare)(dtrain_op *op); /* makes outputs[0] at least */
+    bool autocast;           /* input_data, and param_data of parameters with two or more axes, have
+                                 the type `cast`. A gradient keeps the type of its tensor */
+    const char *name;        /* first word of error sentences */
+    dtrain_result (*prepare)(dtrain_op *op); /* makes at least outputs[0] */
     dtrain_result (*forward)(dtrain_op *op);
     dtrain_result (*backward)(dtrain_op *op);
 };
 
 /* Run an operation on the tape and return its first output; NULL after an error, which sticks.
- * Inputs and parameters are checked: not NULL, of the right type, in the unit that is gathered. The
- * desc must outlive the pass; args (args_bytes) are copied, and zero where args is NULL. */
+ * Checks inputs and parameters: not NULL, of the right type, in the gathered unit. The desc must
+ * outlive the pass; args (args_bytes) are copied, or zeroed if args is NULL. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
                                             const void *args, size_t args_bytes);
 
-/* The calls below are for prepare and backward. Their errors stick to the tape, which stops after
+/* Prepare and backward call the functions below. Their errors stick to the tape, which stops after
  * prepare or backward: an address that is only stored needs no check for NULL. */
 
 /* Make the next output, contents undefined (in prepare). */
@@ -109,20 +107,20 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
                                            const int64_t *shape);
 /* Take memory for `count` values that forward writes and backward reads (in prepare). */
 DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count);
-/* Require the shape (rows, columns) of parameter i, or (rows) when columns is 0; -1 stands for any
- * length (in prepare). */
+/* Require the shape (rows, columns) of parameter i, or (rows) if columns is 0; -1 is any length (in
+ * prepare). */
 DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
                                                int64_t columns);
 
-/* The gradients to read in backward are outputs[i]->grad, of the output's type. The gradient of
- * output 0 is always there (zeros where the loss does not depend on it); NULL of another output
- * means zero. A gradient that was asked for must be written, and that of one input before that of
- * another is asked for: both may be one tensor. */
+/* Backward reads outputs[i]->grad, of the output's type. The gradient of output 0 always exists
+ * (zeros if the loss does not depend on it); NULL for another output means zero. Backward writes
+ * every gradient that it asks for, and writes the gradient of one input before it asks for the
+ * next: both inputs can be one tensor. */
 
-/* Return where the gradient of input i goes, of the input's type; NULL when nobody wants it (in
- * backward). *accumulate says whether to add to what is there or to overwrite it; with accumulate
- * NULL the call can only overwrite, and the tape adds what was there when backward returns. */
+/* Return the address for the gradient of input i, of the input's type; NULL if none is wanted (in
+ * backward). *accumulate says whether to add to the old contents or to overwrite them; with
+ * accumulate NULL the caller overwrites, and the tape adds the old contents after backward. */
 DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate);
-/* Return where the fp32 gradient of parameter i goes, and whether to add to it; NULL when nobody
- * wants it (in backward). */
+/* Return the address for the fp32 gradient of parameter i, and whether to add to it; NULL if none
+ * is wanted (in backward). */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate);

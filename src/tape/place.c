@@ -1,28 +1,16 @@
 /* Moves along the tensor axis, and conversions between placements
  *
- * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
- * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and no
- * collective is left under way.
+ * Rows lie one after the other in memory. Where the ranks divide the rows evenly, one collective
+ * moves them; otherwise each run of each rank moves by itself, in rank order, and finishes before
+ * the call returns.
  *
- * There are two conversions, each the other's backward:
+ *     gather    columns or rows -> whole    each rank gets all parts
+ *     slice     whole -> columns or rows    each rank keeps its part, nothing is sent
  *
- *     gather    columns or rows -> whole    all gather
- *     slice     whole -> columns or rows    a rank keeps its own
- *
- * Columns become rows, and rows columns, by both. The gradient of what is whole is whole on every
- * rank, and nothing is added up: the sums are in the operations that make them (tape/linear.c).
- *
- * Columns are not one piece. A block is what one rank has, (rows, its columns); blocks become rows
- * of all columns by way of their transpose, where the columns of each run are one piece:
- *
- *     block of rank 0   a a          T  a a a      <- column 0 of all rows
- *     (3 rows)          a a             a a a
- *                       a a             b b b                 rows   a a b
- *     of rank 1         b                                 =>         a a b
- *                       b                                            a a b
- *                       b
- *
- * Blocks of different sizes travel in slots of the largest. */
+ * Each is the backward of the other. Columns become rows, and rows columns, by both. Columns are
+ * the rows of the transpose: they are transposed, moved as rows and transposed back. The gradient
+ * of a whole tensor is whole on every rank; the operations that make it take the sums
+ * (tape/linear.c). */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -53,8 +41,8 @@ DTRAIN__PRIVATE dtrain__share dtrain__component_of(const dtrain_op *op, const dt
     return dtrain__cut_part(op, &cut, width, op->tape->groups.tensor_rank);
 }
 
-/* Leave a collective to the caller, or wait for it: without `work`, or where the strategy wants no
- * overlap. The bits are the same. */
+/* Leave a collective to the caller; without `work`, or if the strategy wants no overlap, wait for
+ * it. The bits are the same. */
 static dtrain_result dtrain__move_started(const dtrain_op *op, dtrain_work *started,
                                           dtrain_work **work)
 {
@@ -77,28 +65,38 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_values(const dtrain_op *op, void *valu
     return dtrain__move_started(op, started, work);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const void *part,
-                                                  void *whole, int64_t rows, int64_t n,
-                                                  uint32_t dtype, dtrain_work **work)
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(const dtrain_op *op, const dtrain_cut *cut,
+                                                  const void *part, void *whole, int64_t rows,
+                                                  int64_t n, uint32_t dtype, dtrain_work **work)
 {
     const dtrain__groups *groups = &op->tape->groups;
-    dtrain_comm *comm = groups->tensor;
     const int ranks = groups->tensor_ranks;
     const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    const char *from = (const char *)part;
     dtrain_work *started = NULL;
-    if (comm && rows % ranks == 0)
-        DTRAIN__TRY(dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n),
+    bool even = true;
+    for (int r = 0; r < ranks; r++) {
+        const dtrain__share of = dtrain__cut_part(op, cut, rows, r);
+        even = even && of.runs == 1 && of.count * ranks == rows;
+    }
+    if (groups->tensor && even)
+        DTRAIN__TRY(dtrain_all_gather(groups->tensor, part, whole, (size_t)(rows / ranks * n),
                                       (dtrain_dtype)dtype, &started));
-    for (int r = 0; comm && rows % ranks && r < ranks; r++) {
-        const dtrain__share of = dtrain__cut_part(op, NULL, rows, r);
-        char *place = (char *)whole + (size_t)of.first[0] * row;
-        if (r == groups->tensor_rank)
-            DTRAIN__TRY(op->device->ops->copy(op->device, place, part, (size_t)of.count * row,
-                                              DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain_broadcast(comm, place, (size_t)(of.count * n), (dtrain_dtype)dtype, r,
-                                     &started));
-        DTRAIN__TRY(dtrain_work_wait(started));
-        started = NULL;
+    for (int r = 0; groups->tensor && !even && r < ranks; r++) {
+        const dtrain__share of = dtrain__cut_part(op, cut, rows, r);
+        for (uint32_t i = 0; i < of.runs; i++) {
+            const size_t bytes = (size_t)of.length[i] * row;
+            char *place = (char *)whole + (size_t)of.first[i] * row;
+            if (r == groups->tensor_rank) {
+                DTRAIN__TRY(op->device->ops->copy(op->device, place, from, bytes,
+                                                  DTRAIN_COPY_DEVICE_TO_DEVICE));
+                from += bytes;
+            }
+            DTRAIN__TRY(dtrain_broadcast(groups->tensor, place, (size_t)(of.length[i] * n),
+                                         (dtrain_dtype)dtype, r, &started));
+            DTRAIN__TRY(dtrain_work_wait(started));
+            started = NULL;
+        }
     }
     return dtrain__move_started(op, started, work);
 }
@@ -125,105 +123,61 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(const dtrain_op *op, const vo
     return dtrain__move_started(op, started, work);
 }
 
-/* ---- Columns ----------------------------------------------------------------------------------*/
+/* ---- The operation ----------------------------------------------------------------------------*/
 
 typedef struct dtrain__place {
     uint32_t to;           /* dtrain_placement */
-    bool gathers;          /* y is whole; false: x is */
-    bool by_columns;       /* the other one is cut by columns; false: by rows */
+    bool gathers;          /* y is whole; false: x is whole */
+    bool by_columns;       /* the other tensor is cut by columns; false: by rows */
     int64_t rows, columns; /* of the whole */
-    int64_t slot;          /* elements of the largest block */
-    dtrain_cut cut;        /* of the columns */
+    dtrain_cut cut;        /* of the rows or columns */
 } dtrain__place;
 
-/* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
-static dtrain_result dtrain__turn(const dtrain_op *op, const char *x, int64_t rows, int64_t n,
-                                  int64_t stride, char *y)
+/* Transpose x (rows, n) to y (n, rows). */
+static dtrain_result dtrain__turn(const dtrain_op *op, const void *x, int64_t rows, int64_t n,
+                                  void *y)
 {
     dtrain_permute_args args;
     memset(&args, 0, sizeof args);
     args.shape[0] = args.shape[1] = 1;
     args.shape[2] = n, args.step[2] = 1;
-    args.shape[3] = rows, args.step[3] = stride;
+    args.shape[3] = rows, args.step[3] = n;
     args.x = x;
     args.y = y;
     args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
     return op->device->ops->permute(op->device, &args);
 }
 
-static dtrain_result dtrain__gather_columns(const dtrain_op *op, const char *x, char *whole,
-                                            char *scratch)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__groups *groups = &op->tape->groups;
-    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    const size_t element = dtrain_dtype_bytes(dtype), slot = (size_t)place->slot;
-    const int64_t rows = place->rows;
-    const int64_t count =
-        rows * dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank).count;
-    char *const blocks = scratch + slot * element;
-    char *const turned = blocks + (size_t)groups->tensor_ranks * slot * element;
-    dtrain_work *work = NULL;
-    if (count < place->slot) {
-        DTRAIN__TRY(op->device->ops->copy(op->device, scratch, x, (size_t)count * element,
-                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
-        x = scratch;
-    }
-    DTRAIN__TRY(dtrain_all_gather(groups->tensor, x, blocks, slot, dtype, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    for (int r = 0; r < groups->tensor_ranks; r++) {
-        const dtrain__share part = dtrain__cut_part(op, &place->cut, place->columns, r);
-        const char *run = blocks + (size_t)r * slot * element;
-        for (uint32_t i = 0; i < part.runs; i++) {
-            DTRAIN__TRY(dtrain__turn(op, run, rows, part.length[i], part.count,
-                                     turned + (size_t)(part.first[i] * rows) * element));
-            run += (size_t)part.length[i] * element;
-        }
-    }
-    return dtrain__turn(op, turned, place->columns, rows, rows, whole);
-}
-
-static dtrain_result dtrain__slice_columns(const dtrain_op *op, const char *whole, char *y,
-                                           char *turned)
-{
-    const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__share part =
-        dtrain__cut_part(op, &place->cut, place->columns, op->tape->groups.tensor_rank);
-    const size_t element = dtrain_dtype_bytes((dtrain_dtype)op->inputs[0]->dtype);
-    int64_t at = 0;
-    for (uint32_t i = 0; i < part.runs; at += part.length[i++])
-        DTRAIN__TRY(dtrain__turn(op, whole + (size_t)part.first[i] * element, place->rows,
-                                 part.length[i], place->columns,
-                                 turned + (size_t)(at * place->rows) * element));
-    return dtrain__turn(op, turned, part.count, place->rows, place->rows, y);
-}
-
-/* ---- The operation ----------------------------------------------------------------------------*/
-
-/* Convert x to y, either way. Columns borrow a slot, all ranks' slots and the transpose. In a plan
- * nothing is sent. */
+/* Gather or slice x to y. Columns borrow memory for the transposes of x and y. */
 static dtrain_result dtrain__place_move(const dtrain_op *op, bool gathers, const void *x, void *y)
 {
     const dtrain__place *place = (const dtrain__place *)op->args;
-    const dtrain__groups *groups = &op->tape->groups;
     const uint32_t dtype = op->inputs[0]->dtype;
-    const size_t row = (size_t)place->columns * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    const int64_t rows = place->by_columns ? place->columns : place->rows;
+    const int64_t n = place->by_columns ? place->rows : place->columns;
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    const dtrain__share part =
+        dtrain__cut_part(op, &place->cut, rows, op->tape->groups.tensor_rank);
+    const int64_t x_rows = gathers ? part.count : rows, y_rows = gathers ? rows : part.count;
+    dtrain__chunk *scratch = NULL;
+    const char *from = (const char *)x;
+    char *to = (char *)y;
     if (place->by_columns) {
-        dtrain__chunk *scratch = dtrain__scratch_take(
-            op->tape, (1 + groups->tensor_ranks) * place->slot + place->rows * place->columns,
-            dtype);
+        scratch = dtrain__scratch_take(op->tape, (rows + part.count) * n, dtype);
         if (!scratch) return op->tape->error;
-        if (groups->tensor)
-            DTRAIN__TRY((gathers ? dtrain__gather_columns : dtrain__slice_columns)(
-                op, (const char *)x, (char *)y, scratch->memory));
-        dtrain__scratch_give(scratch);
-        return DTRAIN_OK;
+        DTRAIN__TRY(dtrain__turn(op, x, n, x_rows, scratch->memory));
+        from = scratch->memory;
+        to = scratch->memory + (size_t)x_rows * row;
     }
-    if (gathers) return dtrain__gather_rows(op, x, y, place->rows, place->columns, dtype, NULL);
-    if (!groups->tensor) return DTRAIN_OK;
-    const dtrain__share rows = dtrain__cut_part(op, NULL, place->rows, groups->tensor_rank);
-    return op->device->ops->copy(op->device, y, (const char *)x + (size_t)rows.first[0] * row,
-                                 (size_t)rows.count * row, DTRAIN_COPY_DEVICE_TO_DEVICE);
+    char *const moved = to;
+    if (gathers) DTRAIN__TRY(dtrain__gather_rows(op, &place->cut, from, to, rows, n, dtype, NULL));
+    for (uint32_t i = 0; i < part.runs && !gathers; to += (size_t)part.length[i++] * row)
+        DTRAIN__TRY(op->device->ops->copy(op->device, to, from + (size_t)part.first[i] * row,
+                                          (size_t)part.length[i] * row,
+                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
+    if (scratch) DTRAIN__TRY(dtrain__turn(op, moved, y_rows, n, y));
+    dtrain__scratch_give(scratch);
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__place_prepare(dtrain_op *op)
@@ -249,16 +203,12 @@ static dtrain_result dtrain__place_prepare(dtrain_op *op)
                               (long long)length, place->by_columns ? "columns" : "rows",
                               groups->tensor_ranks);
 
-    /* columns that some operation has placed without a cut are cut evenly, or cannot be told */
+    /* columns that an operation has placed without a cut must be cut evenly */
     place->cut = place->by_columns && place->gathers && part->cut.axis ? part->cut : kept.cut;
-    const dtrain__share here =
-        dtrain__cut_part(op, &place->cut, place->columns, groups->tensor_rank);
+    const dtrain__share here = dtrain__cut_part(op, &place->cut, length, groups->tensor_rank);
     if (place->by_columns && place->gathers && !dtrain__share_same(&here, part))
         return dtrain__refuse(op, "the columns of other ranks are not known; convert what input 1 "
                                   "was made of");
-    for (int r = 0; r < groups->tensor_ranks; r++)
-        place->slot = dtrain__max(
-            place->slot, place->rows * dtrain__cut_part(op, &place->cut, place->columns, r).count);
 
     if (place->by_columns) {
         dtrain__output_like(op, x, place->gathers ? place->columns : kept.count,
@@ -278,7 +228,7 @@ static dtrain_result dtrain__place_forward(dtrain_op *op)
                               op->output_data[0]);
 }
 
-/* Convert the gradient back; where there is one already, beside it, and add. */
+/* Convert the gradient back. A gradient that is there already gets it added from other memory. */
 static dtrain_result dtrain__place_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];

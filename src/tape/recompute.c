@@ -1,26 +1,24 @@
 /* Activation checkpointing
  *
- * In a unit that drops results these do not go to the data arena but to one of two regions, which
- * such units use in turn; each operation is noted. Units 1 to 4, in regions A and B:
+ * A unit that drops results writes them to one of two regions instead of the data arena; such units
+ * use the regions in turn. Units 1 to 4, in regions A and B:
  *
  *     forward      1 -> A     2 -> B     3 -> A     4 -> B
  *     backward     4 is in B, 3 is in A     2 again -> B     1 again -> A
  *
- * When backward enters a unit that has been overwritten, its operations run forward again in their
- * order: the same kernels on the same addresses with the same random streams, so the bits are the
- * same, and no pointer anywhere has to change. Operations whose results nobody will read are left
- * out: the last product of a transformer block, a third of its multiplications, is read by the next
- * block only, from a copy.
+ * When backward enters an overwritten unit, the operations of the unit run forward again: the same
+ * kernels on the same addresses with the same random streams, so the bits are the same, and no
+ * pointer changes. Operations whose results are not read are left out: only the next block reads
+ * the last product of a transformer block, a third of its multiplications, and it reads a copy.
  *
- * The copy is made when an operation of a later unit takes the tensor. The tensor's own unit is
- * still intact then, because the unit that follows writes to the other region. From there on
- * tensor->data is the copy, in the data arena, for everyone outside the unit; the operations of the
- * unit itself keep the address they noted. */
+ * The copy is made when an operation of a later unit takes the tensor. The tensor's unit is still
+ * intact then, because the next unit writes to the other region. From then on tensor->data is the
+ * copy, in the data arena; the operations of the tensor's unit keep the address in the region. */
 
 #include "core/platform_internal.h"
 #include "tape/tape_internal.h"
 
-/* Let the segment own its region: from now on the results of the owner before are overwritten. */
+/* Let the segment own its region and overwrite the results of the last owner. */
 static void dtrain__region_take(dtrain__tape_segment *segment)
 {
     dtrain__tape_segment *before = segment->region->owner;
@@ -58,8 +56,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const
         call, (long long)made->segment->unit, (long long)made->segment->successor->unit);
 }
 
-/* Copy x's values before a use outside of the segment that made them: x->data is then there until
- * the next begin. */
+/* Copy x's values before a use outside their segment: x->data then lasts until the next begin. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
                                                   const char *call)
 {
@@ -75,7 +72,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
     return DTRAIN_OK;
 }
 
-/* Mark values that will be read at the addresses where the segment made them. */
+/* Mark values that are read at their addresses in the segment. */
 static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *const *tensors,
                          uint32_t count)
 {
@@ -85,13 +82,13 @@ static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *con
     }
 }
 
-/* Make the segment's values again as far as backward needs them, if they are gone; node is the
- * last that has a backward to run.
+/* Recompute the segment's values that backward needs, if they are overwritten; node is the last
+ * node with a backward to run.
  *
- * 1. what the backward functions read is wanted
+ * 1. tensors that backward functions read are wanted
  * 2. from the last dropped node to the first: a node is needed if one of its outputs is wanted or
- *    its own backward reads what it saved; then its inputs are wanted as well
- * 3. the needed ones run, in the order of forward */
+ *    its backward reads its saved memory; then its inputs are wanted too
+ * 3. the needed nodes run in the order of forward */
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node)
 {
     dtrain__tape_segment *segment = node->segment;

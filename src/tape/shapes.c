@@ -1,6 +1,6 @@
 /* Products of matrices, copies in another type or shape, permuted axes
  *
- * A product keeps both inputs alive until its backward, the others nothing. */
+ * A product keeps both inputs until its backward, the others keep nothing. */
 
 #include "core/platform_internal.h"
 #include "tape/ops.h"
@@ -10,7 +10,7 @@
  *
  *     y = a b     d_a = d_y b^T     d_b = a^T d_y
  *
- * for each matrix of the leading axes; where b has none, the rows of all of a are one matrix. */
+ * for each matrix of the leading axes; if b has none, all rows of a are one matrix. */
 
 typedef struct dtrain__matmul {
     int64_t batch, m, n, k; /* y (batch,m,n), a (batch,m,k), b (batch,k,n) */
@@ -103,14 +103,14 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
 
 /* ---- Copies to another type or shape
  *
- * A reshaped tensor is a copy too, because activation checkpointing and in-place gradients know one
- * owner of each value; backward the gradient is handed on as it is, or converted. */
+ * A reshaped tensor is a copy too, because activation checkpointing and in-place gradients need one
+ * owner of each value; backward passes the gradient on, or converts it. */
 
 typedef struct dtrain__reshape {
     dtrain_dtype dtype;
     uint32_t ndim;
-    int64_t shape[4]; /* of the whole, of which a reshaped tensor is a part */
-    bool keeps;       /* the shape is x's own */
+    int64_t shape[4]; /* of the whole tensor */
+    bool keeps;       /* the shape is x's */
 } dtrain__reshape;
 
 static dtrain_result dtrain__copy_prepare(dtrain_op *op)
@@ -137,8 +137,8 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
     if (good && open && count % known == 0) *open = count / known, known = count;
     if (!good || known != count)
         return dtrain__refuse(op, "input 1 cannot become %s", dtrain__shape_text(to->shape, text));
-    /* The whole shape becomes that of this rank's part, which stays the same piece of memory where
-     * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
+    /* Turn the whole shape into the shape of this rank's part. With the same last axis the part
+     * keeps its elements: columns of all rows, or rows as the first of two axes. */
     int64_t *const last = &to->shape[to->ndim - 1];
     if ((columns || rows) && (*last != n || (rows && to->ndim != 2)))
         return dtrain__refuse(op, "of a part%s the last one stays; dtrain_place makes it whole",
@@ -194,15 +194,14 @@ DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, ui
 
 /* ---- Permuted axes
  *
- * Axis i of y is axis axes[i] of x. The kernel makes y of x forward; backward it makes d_x of d_y,
- * whose axes are permuted the other way. */
+ * Axis i of y is axis axes[i] of x. Backward runs the same kernel with the inverse permutation. */
 
 typedef struct dtrain__permute {
     uint32_t ndim, axes[4];
 } dtrain__permute;
 
-/* Describe that axis i of `to`, a contiguous tensor, is axis axes[i] of `from`, which is another;
- * leading axes of length 1 make them four. */
+/* Describe a contiguous tensor whose axis i is axis axes[i] of `from`, another contiguous tensor;
+ * leading axes of length 1 make both four-dimensional. */
 static void dtrain__permute_describe(dtrain_permute_args *args, uint32_t ndim,
                                      const int64_t *from_shape, const uint32_t *axes)
 {

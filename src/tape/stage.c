@@ -1,17 +1,17 @@
 /* Stages: a part of a model, several passes at once
  *
  * Each rank runs the whole function of the model. In the pass of a stage, operations of other
- * stages are only prepared, so that shapes, placements and the numbers of dropout's streams are
- * those of the whole model:
+ * stages are only prepared, which keeps the shapes, placements and dropout streams of the whole
+ * model:
  *
  *     unit           0        1        2        3
  *     stage          0        0        1        1
  *     rank 0      computes computes  remote   remote        x crosses: rank 0 sends it after the
- *     rank 1      remote   remote  computes computes        pass, rank 1 finds it where its remote
- *                            x ------>                      would have been
+ *     rank 1      remote   remote  computes computes        pass, rank 1 finds it in place of its
+ *                            x ------>                      remote tensor
  *
- * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
- * stages read. The first of its passes of a micro-batch does; later ones share it. */
+ * Inputs do not cross: all ranks of a pipeline have the batch, and a rank uploads the inputs of its
+ * stages. The first pass of a micro-batch on a rank uploads them; its later passes share them. */
 
 #include "core/platform_internal.h"
 #include "tape/stage_internal.h"
@@ -32,7 +32,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtr
     const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = (dtrain__stages *)dtrain__alloc(a, 1, sizeof *stages, "stages");
     if (!stages) return DTRAIN_ERROR_MEMORY;
-    dtrain__slots_free(tape); /* other ranks reach the memory of a tape with stages */
+    dtrain__slots_free(tape); /* other ranks must reach the new memory */
     tape->stages = stages;
     stages->map = map;
     DTRAIN__TRY(dtrain__slots_create(tape, slot_count));
@@ -47,7 +47,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, const dtr
     return DTRAIN_OK;
 }
 
-/* ---- Remote: what the tape asks ---------------------------------------------------------------*/
+/* ---- Remote operations: functions for the tape ------------------------------------------------*/
 
 DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
 {
@@ -115,7 +115,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tap
             dtrain__is_surveying(tape) || number >= stages->input_count || !stages->reads[number];
         return DTRAIN_OK;
     }
-    const dtrain__tape_tensor *before = slot->batch->listed; /* of the micro-batch's first pass */
+    const dtrain__tape_tensor *before = slot->batch->listed; /* in the micro-batch's first pass */
     for (size_t i = slot->batch->input_count; before && i > number + 1; i--) before = before->next;
     if (!before) return DTRAIN_OK;
     if (before->tensor.count != x->count || before->tensor.dtype != x->dtype)
@@ -133,7 +133,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_input(dtrain_tape *tape, dtrain__tap
 
 /* ---- The survey -------------------------------------------------------------------------------*/
 
-/* Note what the model, run with all stages remote, has shown. */
+/* List crossing tensors and inputs after the model has run with all stages remote. */
 static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
@@ -181,8 +181,8 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
         memset(tape->slots[s].crossed, 0, count * sizeof(dtrain__crossed));
 }
 
-/* Find item i of a message between `stage` and the next one: the tensor's place among all that
- * cross; false: there is none. `gradient`: of the message that goes back. */
+/* Find item i of a message between `stage` and the next stage: the number of its crossing; false:
+ * there is no item i. `gradient`: the message goes back. */
 static bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient, size_t i,
                                size_t *crossing)
 {
@@ -206,7 +206,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     for (size_t k = 0; k < stages->crossing_count; k++) {
         dtrain__crossed *crossed = &slot->crossed[k];
         if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
-        crossed->tensor = NULL; /* a gradient of the slot's last pass may be under way */
+        crossed->tensor = NULL; /* the gradient of the last pass is perhaps still being sent */
     }
     slot->stage = stage;
     slot->batch = &tape->slots[batch];
@@ -245,12 +245,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         dtrain__tape_tensor *x = slot->crossed[k].tensor;
         if (x->tensor.producer) x->tensor.producer->reached = true;
         if (x->tensor.needs_grad || !x->gradient) continue;
-        dtrain__scratch_give(x->gradient); /* it came for parameters frozen in this step */
+        dtrain__scratch_give(x->gradient); /* received for parameters frozen in this step */
         x->gradient = NULL;
         x->tensor.grad = NULL;
     }
     dtrain_result result = dtrain__backward_pass(tape, loss, scale);
-    /* what is sent and has no contribution is zero */
+    /* zero the gradients to send that have no contribution */
     for (size_t i = 0, k; !result && dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++)
         result = dtrain__gradient_zeros(tape, &slot->crossed[k].tensor->tensor);
     return dtrain__tape_stick(tape, result);

@@ -1,7 +1,7 @@
 /* Tape and tensors
  *
- * A pass from begin to backward: its inputs and unit marks. Operations are in tape/op.c, the walk
- * back in tape/backward.c; tape_internal.h says where the memory of a pass is, and for how long. */
+ * A pass from begin to backward: its inputs and unit marks. Operations are in tape/op.c, backward
+ * in tape/backward.c; tape_internal.h describes the memory of a pass. */
 
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
@@ -19,8 +19,8 @@ DTRAIN__PRIVATE void dtrain__tape_plan(dtrain_tape *tape, const struct dtrain__l
     own->data = own->copy = own->tensor = own->pipeline = own->model = own->all = NULL;
 }
 
-/* Wait until the uploads of a pass are done, as they are once its loss has been read; what has been
- * page-locked for them is then free for the next pass. */
+/* Wait until the uploads of a pass are done (they are once its loss has been read), so that the
+ * next pass can use their page-locked memory. */
 static dtrain_result dtrain__uploads_await(dtrain_tape *tape)
 {
     bool done = true;
@@ -53,8 +53,8 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->allocator = allocator;
     tape->groups.tensor_ranks = 1;
     tape->device = device ? device : dtrain_world_device(world);
-    /* The world's timeline shows its passes. A tape of the plan device only has the sizes of a
-     * strategy: it leaves no trace in either, and sends nothing. */
+    /* The world's timeline shows the passes. A tape of the plan device has only the sizes of a
+     * strategy: it changes neither world nor strategy, and sends nothing. */
     const bool plans = tape->device->ops == dtrain__plan_device_ops();
     if (strategy) groups = dtrain__groups_of(strategy);
     if (strategy) dtrain__tape_plan(tape, dtrain__layout_of(strategy), &groups);
@@ -89,10 +89,10 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 
 /* ---- Errors
  *
- * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
- * have left theirs in the thread's last error. */
+ * The tape keeps the sentence with the code: other calls on this thread can replace the thread's
+ * last error before somebody asks. */
 
-/* Keep the first error of a pass. Returns the result that it was given. */
+/* Keep the first error of a pass. Returns `result`. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
 {
     if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
@@ -124,7 +124,7 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     return dtrain__pass_begin(tape, flags, seed);
 }
 
-/* Forget what is shared by the passes of a tape. */
+/* Discard the memory that all passes of a tape share. */
 DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape)
 {
     dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
@@ -183,8 +183,8 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
     dtrain__segment_begin(tape);
 }
 
-/* Write the name that a unit's parameters have in common, up to a dot: "h.2" of "h.2.ln_1.weight"
- * and "h.2.attn.c_attn.weight". */
+/* Write the common prefix of the names of a unit's parameters, up to a dot: "h.2" of
+ * "h.2.ln_1.weight" and "h.2.attn.c_attn.weight". */
 static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char name[512])
 {
     const char *first = NULL;
@@ -203,8 +203,8 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
     snprintf(name, 512, "%.*s", first ? (int)same : 4, first ? first : "unit");
 }
 
-/* Release the gathered unit and gather another one; -1: none. Releasing comes first: two whole
- * units at once would double what a sharded strategy keeps in memory. */
+/* Release the gathered unit, then gather another one; -1: none. The other order would double the
+ * memory of a sharded strategy. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
 {
     const dtrain_pass pass =
@@ -213,8 +213,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     const uint64_t begin = tape->unit_begin_ns;
     const bool traced = tape->world && tape->world->timeline.traced;
     if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
-    if (traced && begin && begin < tape->unit_end_ns) { /* the unit that ends, up to its last
-                                                           operation */
+    if (traced && begin && begin < tape->unit_end_ns) { /* the unit up to its last operation */
         const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
         char name[512];
         dtrain__unit_name(tape->strategy, before, name);
@@ -231,7 +230,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit, pass) : DTRAIN_OK;
 }
 
-/* Return why the pass cannot go on, as an error that sticks; DTRAIN_OK if it can. */
+/* Return DTRAIN_OK if the pass can continue, or an error that sticks. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
@@ -245,15 +244,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs
  *
- * On a device with its own memory an input has a page-locked place, from where the device fetches
- * it in the order of its work. The host continues at once and may fill its arrays with the next
- * batch: it waits neither for what the device does before, nor for the upload.
+ * A device with its own memory fetches an input from page-locked memory in the order of its work.
+ * The host can fill its arrays with the next batch at once: it waits neither for earlier work of
+ * the device nor for the upload.
  *
- *     host     batch -> places | forward is queued ...         next pass: is it uploaded?
- *     device   ... the step before | places -> inputs | forward ... */
+ *     host     batch -> page-locked | forward is queued ...    next pass: await the upload
+ *     device   ... previous step | page-locked -> inputs | forward ... */
 
-/* Count the targets that are not ignored, entries other than -1: valid[1] is their number and
- * valid[0] one over it, or 0 where there are none: the loss is then 0. */
+/* Count the targets that are not ignored, entries other than -1: valid[1] is their number, valid[0]
+ * is 1 / valid[1], or 0 without targets: the loss is then 0. */
 static void dtrain__count_valid(const void *host, int64_t count, float *valid)
 {
     const int32_t *entries = (const int32_t *)host;
@@ -269,7 +268,7 @@ static float *dtrain__feed_valid(const dtrain__feed_item *item)
     return (float *)(void *)((char *)item->pinned + item->bytes);
 }
 
-/* Go on with the hash of inputs, where ranks compare it. */
+/* Add an input to the hash of inputs, if ranks compare it. */
 static void dtrain__input_hash(dtrain_tape *tape, const void *host, uint64_t bytes)
 {
     if (!tape->hashes) return;
@@ -278,7 +277,7 @@ static void dtrain__input_hash(dtrain_tape *tape, const void *host, uint64_t byt
     tape->inputs_hash = dtrain__hash_words(tape->inputs_hash, host, (size_t)bytes);
 }
 
-/* Copy the caller's data to an input's page-locked place. */
+/* Copy the caller's data to an input's page-locked memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item)
 {
@@ -296,8 +295,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Copy the caller's data to the input's page-locked place, unless a feed has done so; the stream
- * copies it to the device later. What has no place goes by a copy that waits. */
+/* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream
+ * copies it to the device later. Without page-locked memory, copy and wait. */
 static dtrain_result dtrain__input_upload(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
     const dtrain_device_ops *ops = tape->device->ops;
@@ -370,7 +369,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (dtrain__tape_stick(tape, dtrain__stage_input(tape, made, &shared)) != DTRAIN_OK)
         return NULL;
     if (shared) return x;
-    if (!made->remote) { /* with room for samples.valid of a replayed step */
+    if (!made->remote) { /* room for samples.valid of a replayed step */
         const int64_t more = dtype == DTRAIN_DTYPE_I32 && x->count < PTRDIFF_MAX - 2 ? 2 : 0;
         x->data = dtrain__take_data(tape, NULL, x->count + more, dtype);
         if (!x->data) return NULL;
@@ -378,8 +377,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     }
     if (!tape->feed && !dtrain__is_surveying(tape))
         dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
-    if (dtype == DTRAIN_DTYPE_I32 &&
-        !tape->feed) { /* the only place that sees the targets in host memory */
+    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only now */
         made->samples.valid = made->valid;
         dtrain__count_valid(host, x->count, made->valid);
     }
@@ -425,7 +423,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
                            "%s: only inputs made with requires_grad have a gradient to read, and "
                            "only after dtrain_tape_backward",
                            call);
-    memset(grad, 0, bytes); /* zeros stay where the loss does not depend on the input */
+    memset(grad, 0, bytes); /* zero if the loss does not depend on the input */
     return tensor->grad
                ? ops->copy(tape->device, grad, tensor->grad, bytes, DTRAIN_COPY_DEVICE_TO_HOST)
                : DTRAIN_OK;

@@ -1,7 +1,7 @@
-/* A tape as a trainer sees it
+/* The tape's functions for a trainer
  *
- * A trainer asks these questions beside the public API and those of passes of stages
- * (tape/stage_internal.h); it reads and writes no member of a tape or a tensor. */
+ * A trainer uses these functions, the public API and tape/stage_internal.h; it reads and writes no
+ * member of a tape or a tensor. */
 
 #pragma once
 
@@ -15,7 +15,7 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Return the samples that a loss is a mean over. */
+/* Return the samples over which a loss is a mean. */
 static inline dtrain__samples dtrain__samples_of(const dtrain_tensor *loss)
 {
     return ((const dtrain__tape_tensor *)loss)->samples;
@@ -27,8 +27,7 @@ static inline int dtrain__stage_of(const dtrain_tensor *made)
     return ((const dtrain__tape_tensor *)made)->stage;
 }
 
-/* End a pass without a backward: take part in what losses of other ranks add up. Collective over
- * the data axis. */
+/* End a pass without a backward: take part in sums of losses. Collective over the data axis. */
 static inline dtrain_result dtrain__pass_end(const dtrain_tape *tape)
 {
     return dtrain__end_sums(tape->strategy, tape->pass.sums, false);
@@ -43,14 +42,14 @@ static inline uint64_t dtrain__inputs_hash(dtrain_tape *tape)
     return hash;
 }
 
-/* Count the operations of a replay, too; return all that the tape has counted. */
+/* Add the operations of a replay; return the tape's sum. */
 static inline double dtrain__count_flops(dtrain_tape *tape, double flops)
 {
     return tape->flops += flops;
 }
 
-/* Let the next pass be recorded: its seed is in the scalars, its inputs come through the feed. Two
- * NULLs end this. */
+/* Let the next pass be recorded, with its seed in the scalars and its inputs in the feed. Two NULLs
+ * end recording. */
 static inline void dtrain__pass_recorded(dtrain_tape *tape, const dtrain_step_scalars *scalars,
                                          dtrain__feed *feed)
 {
@@ -75,7 +74,7 @@ static inline void dtrain__feed_free(dtrain_device *device, dtrain__feed *feed)
                                feed->items[i].room + DTRAIN__VALID_BYTES);
 }
 
-/* Let a tape of the plan device count the costs of units; NULL: no costs. */
+/* Let a tape of the plan device count the costs of units; NULL = no costs. */
 static inline void dtrain__tape_costs(dtrain_tape *tape, const dtrain__unit_costs *costs)
 {
     tape->costs = costs;

@@ -1,7 +1,7 @@
 /* Creation of a trainer, and its settings
  *
- * What no trainer can do is refused at create, by name. Settings that all ranks must have alike are
- * compared in the first step, when all ranks come. */
+ * create refuses by name what no trainer can do. The first step, which is collective, compares the
+ * settings that must be the same on all ranks. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -35,7 +35,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_fetches(const dtrain__groups *groups
         call);
 }
 
-/* Refuse by name what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
+/* Refuse what no trainer can do; dtrain__queue_create refuses what a queued step cannot. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
     const char *const call = "dtrain_trainer_create";
@@ -68,9 +68,9 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 
 #define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
 
-/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
- * nothing else would see it where ranks have no copies that could be compared. Samples of a
- * micro-batch and throughput (tokens) are each rank's own. */
+/* Fail on all ranks if trainers or optimizers differ in a setting that changes the numbers of a
+ * step: nothing else would notice it where ranks have no copies to compare. Samples of a
+ * micro-batch and `tokens` can differ. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
 {
     /* clang-format off */
@@ -99,7 +99,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* A step that a load has interrupted begins anew. */
+/* Begin the current step again after a load. */
 static void dtrain__trainer_resume(dtrain__state_source *source, char *note, size_t room)
 {
     (void)note;
@@ -107,7 +107,7 @@ static void dtrain__trainer_resume(dtrain__state_source *source, char *note, siz
     ((dtrain_trainer *)(void *)source)->micro = 0;
 }
 
-/* Allocate everything that steps use. After a failure destroy frees what is there. */
+/* Allocate all memory of steps. After a failure destroy frees it. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -135,24 +135,27 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     dtrain_loss_scaler none;
     memset(&none, 0, sizeof none);
-    const bool given = /* one of the settings, which come before the counts */
+    const bool given = /* settings come before the counts */
         memcmp(&desc->loss_scaling, &none, offsetof(dtrain_loss_scaler, good_steps)) != 0;
     trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
     const size_t ranks = (size_t)trainer->ranks;
     trainer->words = (dtrain__rank_words *)dtrain__alloc(allocator, ranks, sizeof *trainer->words,
                                                          "a trainer's words");
+    trainer->shares = (float *)dtrain__alloc(allocator, ranks, DTRAIN__FIGURE_WORDS * sizeof(float),
+                                             "a trainer's figures");
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's times");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
     trainer->micros = (dtrain__micro *)dtrain__alloc(allocator, trainer->desc.micro_batches,
                                                      sizeof *trainer->micros, "micro-batches");
     dtrain_result result = DTRAIN_OK;
-    if (!trainer->words || !trainer->compute || !trainer->named || !trainer->micros)
+    if (!trainer->words || !trainer->shares || !trainer->compute || !trainer->named ||
+        !trainer->micros)
         result = DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK && trainer->ranks != trainer->data_ranks)
-        (void)dtrain__inputs_hash(trainer->tape); /* the hash begins */
+        (void)dtrain__inputs_hash(trainer->tape); /* begins the hash */
     if (result == DTRAIN_OK)
         result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)
@@ -176,8 +179,6 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     view->groups = &trainer->groups;
     view->rank = trainer->rank;
     view->ranks = trainer->ranks;
-    view->words = (const float *)trainer->words;
-    view->word_count = DTRAIN__WORD_COUNT;
     view->memory = dtrain__trainer_memory;
     if (result == DTRAIN_OK && trainer->groups.pipeline_ranks > 1)
         result = dtrain__pipeline_create(trainer, dtrain__stages_of(desc->strategy),
@@ -197,6 +198,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain_tape_destroy(trainer->tape);
     dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, sizeof *trainer->words);
+    dtrain__free(&allocator, trainer->shares, ranks, DTRAIN__FIGURE_WORDS * sizeof(float));
     dtrain__free(&allocator, trainer->compute, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer->micros, trainer->desc.micro_batches, sizeof *trainer->micros);

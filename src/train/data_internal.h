@@ -6,13 +6,13 @@
 #include "core/core_internal.h"
 #include "train/data.h"
 
-/* A file, and its size and times when it was opened: a read fails when they have changed. */
+/* A file with its size and times at open: a read fails if they have changed. */
 typedef struct dtrain__data_file {
-    char *path; /* a copy: errors name it long after open */
+    char *path; /* a copy, for errors after open */
     int file;   /* -1: opened for every read */
     struct stat opened;
-    int64_t header_bytes, record_bytes; /* of an item with its label */
-    int64_t first_item, item_count;     /* in the numbering of the dataset */
+    int64_t header_bytes, record_bytes; /* record_bytes: bytes of an item with its label */
+    int64_t first_item, item_count;     /* numbered over the dataset */
 } dtrain__data_file;
 
 typedef struct dtrain__data_files {
@@ -20,25 +20,25 @@ typedef struct dtrain__data_files {
     size_t count, room;
 } dtrain__data_files;
 
-/* A row of the table of formats: how a file is understood, and items are read. */
+/* A row of the table of formats. */
 typedef struct dtrain__format {
     const char *name;
     int64_t vocab_count;
-    uint32_t record_bytes; /* of an item with its labels, where the format fixes it */
-    uint32_t label_bytes;  /* at the beginning of a record */
+    uint32_t record_bytes; /* bytes of an item with its labels, if the format fixes it */
+    uint32_t label_bytes;  /* bytes of labels at the beginning of a record */
     /* Check the beginning of a file; set its header_bytes, record_bytes and item_count. */
     dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
-    dtrain_read_fn read; /* user: the dataset; first and count lie inside */
+    dtrain_read_fn read; /* user is the dataset; first and count are in range */
 } dtrain__format;
 
 struct dtrain_dataset {
     dtrain_allocator allocator;
-    const dtrain__format *format; /* NULL: a source of the host's own */
+    const dtrain__format *format; /* NULL: the program's source */
     dtrain_read_fn read;
     void *user;
     dtrain_dataset_info info;
     dtrain__data_files data, labels;
-    char name[512]; /* for error sentences: the first file, and how many more */
+    char name[512]; /* first file and number of other files, for error sentences */
 };
 
 /* train/dataset.c */

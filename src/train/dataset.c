@@ -1,8 +1,7 @@
 /* Datasets
  *
- * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is
- * that of a format, a row of the table below, or a host's own. dtrain__dataset_read calls it and
- * checks the ids or labels that came.
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn: a format's, from
+ * the table of formats, or the program's. dtrain__dataset_read calls it and checks ids and labels.
  *
  *     bytes       | t | t | t | ...                                   a token is a byte, 0 to 255
  *     .bin        | magic | version | count | 0 ... | t | t | ...
@@ -13,7 +12,7 @@
  *     IDX         | 0 | 0 | 8 | axes | length of axis 1, 2, ... | bytes ...       in two files:
  *                 |<- 4 bytes ------>|<- 4 bytes each, big endian         images, and their labels
  *
- * The tokens of all files are one stream: a window may begin in one file and end in the next. */
+ * The tokens of all files are one stream: a window can begin in one file and end in the next. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -25,18 +24,18 @@
 #include "train/data.h"
 #include "train/data_internal.h"
 
-#define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
+#define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are int32 */
 
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__TOKEN_BYTES 4096 /* read at once, into the stack, which can be of 64 KiB */
+#define DTRAIN__TOKEN_BYTES 4096 /* read at once into the stack, which can have 64 KiB */
 #define DTRAIN__CIFAR_PIXELS 3072
-#define DTRAIN__RECORD_BYTES (2 + DTRAIN__CIFAR_PIXELS) /* of the largest with a label in it */
+#define DTRAIN__RECORD_BYTES (2 + DTRAIN__CIFAR_PIXELS) /* largest record with a label */
 #define DTRAIN__COMPRESSED "compressed data: decompress it first"
 #define DTRAIN__UTF16 "text in UTF-16: iconv -f UTF-16 -t UTF-8 converts it"
 #define DTRAIN__IDX_AXES 4
-#define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
+#define DTRAIN__IDX_BYTES 8u /* type of unsigned bytes */
 
 /* ---- Tokens -----------------------------------------------------------------------------------*/
 
@@ -48,9 +47,9 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
     return value;
 }
 
-/* What a file is by its first bytes, which no text begins with. */
-#define DTRAIN__MAGICS_BIN 2     /* the first of the table are .bin files of llm.c; ... */
-#define DTRAIN__MAGICS_HEADERS 3 /* these are headers, which no file of mere records begins with */
+/* Kinds of files by their first bytes, with which no text begins. */
+#define DTRAIN__MAGICS_BIN 2     /* first rows of the table: .bin files of llm.c ... */
+#define DTRAIN__MAGICS_HEADERS 3 /* ... and other headers, with which no plain records begin */
 static const struct {
     const char *bytes, *what;
 } dtrain__magics[] = {{"\x88\xd8\x34\x01", "an llm.c token file (DTRAIN_DATA_BIN)"},
@@ -70,11 +69,11 @@ static const struct {
                       {"\xfe\xff", DTRAIN__UTF16}};
 #define DTRAIN__MAGICS (sizeof dtrain__magics / sizeof *dtrain__magics)
 
-/* Return which magic a file begins with; DTRAIN__MAGICS: none. An unreadable file counts as none:
- * the read that follows reports the error. */
+/* Return the magic that a file begins with, or DTRAIN__MAGICS. An unreadable file has none: the
+ * next read reports the error. */
 static size_t dtrain__magic_of(const dtrain__data_file *file)
 {
-    char head[16] = {0}; /* longer than all of them */
+    char head[16] = {0}; /* longer than all magics */
     size_t i = 0;
     const int64_t bytes = dtrain__min(file->opened.st_size, (int64_t)sizeof head);
     if (dtrain__data_file_read(file, 0, head, (size_t)bytes) != DTRAIN_OK) return DTRAIN__MAGICS;
@@ -84,12 +83,11 @@ static size_t dtrain__magic_of(const dtrain__data_file *file)
     return i;
 }
 
-/* Refuse a file that was taken for bytes because desc names no format, and that is something else:
- * by its first bytes, or by how the bytes of four pages of it are distributed over the places of a
- * group of four. The high bytes of integers of 2, 4 or 8 bytes, little endian, are zero, or of
- * GPT-2's tokens never above 0xc4, the high byte of 50256, where low bytes are. In programs,
- * pictures, sound and compressed data no place is so unlike its neighbour, and text has no control
- * characters. */
+/* Refuse a file whose desc names no format and that is not bytes of text: by its first bytes, or by
+ * the bytes of four pages, counted by their place in a group of four. In little-endian integers of
+ * 2, 4 or 8 bytes the high bytes are zero; in GPT-2's tokens they are never above 0xc4, the high
+ * byte of 50256, and low bytes are. In programs, pictures, sound and compressed data the places do
+ * not differ so much, and text has no control characters. */
 static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                                            const dtrain__data_file *file)
 {
@@ -113,7 +111,7 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
         if (part == 0) text = control == 0 || dataset->info.vocab_count <= 256;
     }
     const int64_t n = all / 4, even = zero[0] + zero[2], odd = zero[1] + zero[3];
-    if (!what && n >= 32 && control * 50 >= all) { /* enough to tell, and no text */
+    if (!what && n >= 32 && control * 50 >= all) { /* enough bytes to decide that this is no text */
         if (size % 4 == 0 && zero[3] >= n && 2 * zero[2] >= n && 10 * zero[0] < 9 * n)
             what = 2 * zero[0] < n ? "uint32 tokens" : "integers of 64 bits, which no format has";
         else if (size % 2 == 0 &&
@@ -133,8 +131,8 @@ static dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                        file->path, what);
 }
 
-/* Require that header and items are exactly the file: a longer one is as suspect as a shorter one
- * (two files glued together, a count that overflowed). */
+/* Require that header and items fill the file exactly: a file that is too long is as suspect as one
+ * that is too short (two files glued together, a count that overflowed). */
 static dtrain_result dtrain__data_file_fits(const dtrain__data_file *file, const char *format)
 {
     const int64_t size = (int64_t)file->opened.st_size, left = size - file->header_bytes;
@@ -172,8 +170,8 @@ static dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_fil
     return DTRAIN_OK;
 }
 
-/* Take a file of records without a header, tokens or images with labels; its format says how many
- * bytes a record has. Any file is one of bytes. */
+/* Take a file of records without a header, tokens or images with labels, whose size the format
+ * fixes. */
 static dtrain_result dtrain__raw_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const dtrain__format *format = dataset->format;
@@ -221,7 +219,7 @@ static dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t coun
 
 /* ---- Images -----------------------------------------------------------------------------------*/
 
-/* Learn the header of an IDX file of bytes with `least` to `most` axes. */
+/* Read the header of an IDX file of bytes with `least` to `most` axes. */
 static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
                                         int64_t lengths[DTRAIN__IDX_AXES])
 {
@@ -252,8 +250,8 @@ static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least,
     return dtrain__data_file_fits(file, "IDX");
 }
 
-/* Learn a file of images, and the file of labels with the same number in the other list. Axes are
- * (images, columns), (images, rows, columns) or (images, channels, rows, columns). */
+/* Read the headers of a file of images and of its file of labels. Axes are (images, columns),
+ * (images, rows, columns) or (images, channels, rows, columns). */
 static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const size_t at = (size_t)(file - dataset->data.files);
@@ -287,8 +285,8 @@ static dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_fil
     return DTRAIN_OK;
 }
 
-/* Read images one by one. A label is the last byte before the pixels of its record (the fine one of
- * CIFAR-100), or it is in the file beside. */
+/* Read images one by one. A label is the last byte before the pixels of its record (CIFAR-100: the
+ * fine label), or a byte of the file of labels. */
 static dtrain_result dtrain__images_read(void *user, int64_t first, int64_t count, void *items,
                                          int32_t *labels)
 {
@@ -313,7 +311,7 @@ static dtrain_result dtrain__images_read(void *user, int64_t first, int64_t coun
 
 /* ---- Opening and reading ----------------------------------------------------------------------*/
 
-/* In the order of dtrain_data_format. */
+/* Formats in the order of dtrain_data_format. */
 static const dtrain__format dtrain__formats[] = {
     {"auto", 0, 0, 0, NULL, NULL},
     {"bytes", 256, 1, 0, dtrain__raw_learn, dtrain__tokens_read},
@@ -327,8 +325,8 @@ static const dtrain__format dtrain__formats[] = {
     {"uint32 tokens", 50257, 4, 0, dtrain__raw_learn, dtrain__tokens_read},
 };
 
-/* Add files to the sizes and the hash by which ranks compare what they read: of each the size and
- * 16 pieces from its beginning to its end; of more than 16 files, the beginning. */
+/* Add files to the sizes and the hash by which ranks compare their files: size and 16 pieces of
+ * each file; with more than 16 files only the beginning of each. */
 static dtrain_result dtrain__data_sample(dtrain_dataset *dataset, const dtrain__data_files *files)
 {
     unsigned char piece[256];
@@ -346,7 +344,7 @@ static dtrain_result dtrain__data_sample(dtrain_dataset *dataset, const dtrain__
     return DTRAIN_OK;
 }
 
-/* Open the files in order and check each one's format; items follow those of the file before. */
+/* Open the files in order, check the format of each, and number the items of all. */
 static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
     uint32_t format = desc->format;
@@ -468,8 +466,8 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
     else memset(info, 0, sizeof *info);
 }
 
-/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. Ids of tokens
- * and labels are checked as they are read: in 100 GB that would take minutes at open. */
+/* Read items like a dtrain_read_fn, from any thread; first and count are in range. Each read checks
+ * its ids and labels: checking 100 GB at open would take minutes. */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels)
 {

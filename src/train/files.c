@@ -1,11 +1,10 @@
 /* Files of a dataset
  *
- * Files are read with pread into the caller's memory, never mapped. A mapping of a file that
- * another process cuts off ends this one with SIGBUS, which only a signal handler could stop, and
- * what that process writes into the file shows up in the middle of an item. A read is short
- * instead, and after each one the file must still have the size and the time of its last change
- * that it was opened with: else it is an error that names it. The page cache serves both ways
- * alike; bench_data has what a read costs. */
+ * pread reads files into the caller's memory; no file is mapped. If another process cut off a
+ * mapped file, this process would end with SIGBUS, which only a signal handler could stop, and its
+ * writes would show in the middle of an item. A read is short instead, and after each read the file
+ * must still have the size and the time of change that it was opened with: otherwise an error names
+ * it. The page cache serves both ways alike; bench_data measures a read. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -16,9 +15,9 @@
 #include <fnmatch.h>
 
 #define DTRAIN__OPEN_FILES \
-    64 /* that many stay open; others are opened for each read, because descriptors are few */
+    64 /* files that stay open; others are opened for each read, because descriptors are few */
 
-/* Open a file. Without O_NONBLOCK a pipe would wait for its writer here. */
+/* Open a file. Without O_NONBLOCK the open of a pipe would wait for its writer. */
 static int dtrain__data_open(const char *path)
 {
     int file;
@@ -27,8 +26,8 @@ static int dtrain__data_open(const char *path)
     return file;
 }
 
-/* Read all `bytes` at `offset`; fail if the file is not the one that was opened, unchanged. Two
- * changes within one tick of the kernel's clock, a few ms, that leave its size look like one. */
+/* Read all `bytes` at `offset`; fail if the file has changed since it was opened. Two changes
+ * within one tick of the kernel's clock, a few ms, that keep its size look like one. */
 DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
                                                      void *buffer, size_t bytes)
 {
@@ -62,7 +61,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *fi
             now.st_ino != then->st_ino    ? "being another file"
             : now.st_size < then->st_size ? "having been cut"
                                           : "having been written to");
-    if (done == bytes) return DTRAIN_OK; /* offsets lie inside the size at open */
+    if (done == bytes) return DTRAIN_OK; /* offsets are below the size at open */
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
                        (long long)offset + (long long)done, (long long)then->st_size);
 }
@@ -71,7 +70,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *fi
 DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
                                                               int64_t item)
 {
-    size_t low = 0, high = files->count; /* it is one of [low, high) */
+    size_t low = 0, high = files->count; /* the file is in [low, high) */
     while (high - low > 1) {
         const size_t middle = low + (high - low) / 2;
         if (files->files[middle].first_item <= item) low = middle;
@@ -105,8 +104,8 @@ static int dtrain__compare_data_files(const void *a, const void *b)
 }
 
 /* Add the files that `path` names: the file itself, or the regular files of a folder whose names
- * fit a pattern, in the order of their names. A path that exists is no pattern, whatever characters
- * are in it. */
+ * match a pattern, in the order of their names. A path that exists is no pattern, whatever
+ * characters it has. */
 static dtrain_result dtrain__data_files_find(const dtrain_allocator *allocator,
                                              dtrain__data_files *files, char *path)
 {
@@ -148,8 +147,8 @@ static dtrain_result dtrain__data_files_find(const dtrain_allocator *allocator,
     return DTRAIN_OK;
 }
 
-/* Find the files that `paths` names, one that exists or several with commas between, and open each
- * to learn its size. After a failure files_close frees what is there. */
+/* Find the files that `paths` names, an existing path or several with commas between, and open each
+ * to learn its size. After a failure files_close frees them. */
 DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
                                                       const char *paths, dtrain__data_files *files)
 {

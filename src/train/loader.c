@@ -1,9 +1,9 @@
 /* Loaders
  *
- * A loader hands out this rank's batches, one after the other, and keeps one number: how many
- * samples all ranks have taken. Which samples those are follows from that number. It cuts tokens
- * into windows that share one border token (target of one, input of the next). When shuffling, the
- * grid moves by a new shift every epoch, so that a token has other contexts before it:
+ * A loader hands out this rank's batches in order, and keeps one number: how many samples all ranks
+ * have taken. The number determines the next samples. A loader cuts tokens into windows that share
+ * one border token (target of one window, input of the next). With shuffling, a new shift moves the
+ * grid every epoch, so that each token gets other contexts:
  *
  *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
  *               shift  0       1       2    +1 target
@@ -11,28 +11,27 @@
  *     sample k of the run = window order[k % windows] of epoch k / windows
  *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
  *
- * A sample depends only on k, so the world size only changes who reads it, and P is all there is
- * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
- * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one
- * fewer at least, so that every shift in [0, sequence) leaves them room (but never fewer than one).
- * Where items are samples, each is a window by itself, and there is no shift.
+ * A sample depends only on k: the world size only changes which rank reads it, and P is the whole
+ * state. With drop_last P skips the last samples of an epoch if fewer than B R are left: no batch
+ * crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled at least one
+ * fewer, but never fewer than one, so that every shift in [0, sequence) leaves room for them. If
+ * items are samples, each is a window, and there is no shift.
  *
- * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
- * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
- * ahead. They take batches in turn, 0, 1, 2, ... from the loader's position, and read each into
- * its place in a ring. The loader copies them out in the same order, so how many workers there are
- * and which of them is slow changes no batch:
+ * A batch is made in two steps. Dealing looks its samples up, in order, because it can enter an
+ * epoch. Reading changes nothing in the loader, so threads can read batches ahead. They take
+ * batches in turn, 0, 1, 2, ... from the loader's position, and read each into its place in a ring.
+ * The loader copies batches out in the same order: neither the number of workers nor a slow one
+ * changes a batch:
  *
  *     batches    0 1 2 | 3 4 5 6 | 7 8 ...        batch_count = 4; 3 and 5 are ready, 4 and 6 are
  *                taken | in ring | not claimed    being read, and 7 waits until 3 is taken
  *
- * The worker that claims a batch holds `deal`, also while it waits for a free place: so epochs are
- * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, and is
- * held for a few lines at a time.
+ * The worker that claims a batch holds `deal`, even while it waits for a free place: epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, for a
+ * few lines at a time.
  *
- * A seek, a failed batch and a loaded checkpoint do the same: workers stop, the batches that they
- * have read are dropped, and the next call starts them at the loader's new position. The first call
- * starts them as well, creation does not. */
+ * A seek, a failed batch and a loaded checkpoint stop the workers and drop the batches that they
+ * have read. The next call starts workers at the loader's new position, as the first call does. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -50,23 +49,23 @@
 
 #define DTRAIN__MOST_WORKERS 64
 #define DTRAIN__MOST_PREFETCH 65536
-#define DTRAIN__NEXT_TIMEOUT_NS UINT64_C(600000000000) /* ten minutes, a world's default */
+#define DTRAIN__NEXT_TIMEOUT_NS UINT64_C(600000000000) /* ten minutes, the default of a world */
 
-/* The generator of the shuffle yields 32-bit numbers; above this number of windows torch
- * takes another algorithm. */
+/* The shuffle's generator yields 32-bit numbers; with more windows torch takes another
+ * algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
 #define DTRAIN__MT_COUNT 624                           /* words of the generator's state */
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
-/* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
+/* A batch: its samples, scratch to read one of them, and with workers the memory of its data. */
 typedef struct dtrain__batch {
-    dtrain_sample *picks; /* (batch) a window's item is its first token */
-    uint32_t count;       /* of picks that were dealt; the rest is padding */
+    dtrain_sample *picks; /* (batch) item of a window: its first token */
+    uint32_t count;       /* number of picks dealt; the rest is padding */
     void *scratch;        /* one sample as the dataset stores it */
     void *inputs;         /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;     /* (batch, sequence or 1) */
-    uint64_t read_ns[2];  /* for a trace: when a worker began to read it, and when it ended */
-    bool ready;           /* read, with the result and the error below */
+    uint64_t read_ns[2];  /* begin and end of a worker's read, for a trace */
+    bool ready;           /* true after the read, whose result and error follow */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
 } dtrain__batch;
@@ -74,48 +73,48 @@ typedef struct dtrain__batch {
 struct dtrain_loader {
     dtrain__state_source state;
     dtrain_allocator allocator;
-    dtrain_world *world;     /* its trace shows the workers; NULL: none */
+    dtrain_world *world;     /* world whose trace shows the workers; NULL: none */
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
     dtrain_loader_info info;
-    uint64_t epoch_samples; /* window_count; during a load that of the saved run */
-    int64_t window_count;   /* of an epoch before drop_last: windows of tokens, or samples */
-    bool warned;            /* that samples come again */
-    int64_t shift_count;    /* shifts to choose from; 1: none */
+    uint64_t epoch_samples; /* window_count; during a load the saved run's */
+    int64_t window_count;   /* windows of an epoch, before drop_last */
+    bool warned;            /* true after the warning that samples come again */
+    int64_t shift_count;    /* number of shifts; 1: no shift */
     size_t sample_bytes, target_bytes, scratch_bytes;
-    dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
+    dtrain__batch *batches; /* (batch_count) one, or with workers the ring */
     size_t batch_count;
 
-    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered.
-     * With workers only the one that deals uses them. */
+    /* Epoch of order and shift, and its seed. Without shuffling no epoch is entered. With workers
+     * only the worker that deals uses them. */
     bool entered;
     uint64_t seed, epoch;
     int64_t shift;
-    int64_t *order; /* (window_count), a permutation made anew every epoch */
+    int64_t *order; /* (window_count) permutation of the epoch */
 
-    /* Workers, if there are any. */
+    /* Only with workers: */
     pthread_mutex_t deal, mutex;
-    pthread_cond_t room;  /* a place is free, or the end: workers wait for it */
-    pthread_cond_t ready; /* a batch was read: the loader waits for it */
-    pid_t process;        /* the one that has the threads, a forked child has none; 0: no workers */
-    int thread_rank;      /* to be named in error sentences */
+    pthread_cond_t room;  /* wakes workers: a place is free, or the end */
+    pthread_cond_t ready; /* wakes the loader: a batch was read */
+    pid_t process;        /* process that has the threads, not a forked child; 0: no workers */
+    int thread_rank;      /* rank in error sentences */
     pthread_t threads[DTRAIN__MOST_WORKERS]; /* (thread_count) */
     uint32_t thread_count;
 
-    /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at `ahead`. */
+    /* Guarded by mutex. Batch n is at n % batch_count; the next batch to claim begins at
+     * `ahead`. */
     bool running, ending;
     uint64_t ahead, ahead_seed;
     uint64_t claimed, taken;
-    uint32_t busy; /* batches that are claimed and not yet read */
+    uint32_t busy; /* batches claimed and not yet read */
 };
 
 /* ---- Batches ----------------------------------------------------------------------------------*/
 
-/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT: Mersenne Twister (Matsumoto
- * and Nishimura, 1998) plus the swap loop of torch.randperm, its modulo bias included. The order is
- * PyTorch's, number by number. Swap k takes number k of the generator; the low 32 bits of the seed
- * count, as in torch. */
+/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT, with PyTorch's numbers:
+ * Mersenne Twister (Matsumoto and Nishimura, 1998) and the swap loop of torch.randperm with its
+ * modulo bias. Swap k takes number k of the generator; the seed is its low 32 bits, as in torch. */
 static void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 {
     uint32_t s[DTRAIN__MT_COUNT];
@@ -124,9 +123,8 @@ static void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
         s[i] = 1812433253u * (s[i - 1] ^ (s[i - 1] >> 30)) + i;
     for (int64_t i = 0; i < n; i++) out[i] = i;
     for (int64_t i = 0; i < n - 1; i++) {
-        /* The next 624 words: word k becomes a mix of words k, k + 1 and k + 397, in place. The
-         * words that wrap around are the ones renewed in this same pass, as the definition has
-         * it. */
+        /* The next 624 words: word k becomes a mix of words k, k + 1 and k + 397, in place. Words
+         * that wrap around are new ones of this pass, as in the definition. */
         for (uint32_t k = 0; i % DTRAIN__MT_COUNT == 0 && k < DTRAIN__MT_COUNT; k++) {
             const uint32_t y = (s[k] & 0x80000000u) | (s[(k + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
             s[k] = s[(k + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
@@ -143,8 +141,8 @@ static void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
     }
 }
 
-/* Return where a batch begins that is wanted at `position`: with drop_last in the next epoch if
- * this one has fewer samples left. */
+/* Return the begin of the batch at `position`: with drop_last the next epoch if this one has fewer
+ * samples left. */
 static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
 {
     const uint64_t all = (uint64_t)loader->window_count, left = all - position % all;
@@ -152,8 +150,8 @@ static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t posit
     return drops ? position + left : position;
 }
 
-/* List the samples of this rank's batch at `position`. They come with growing k, so a batch across
- * a border enters each epoch once, which sets order and shift: O(windows). */
+/* List the samples of this rank's batch at `position`. Their k grows, so a batch across a border
+ * enters each epoch once, which sets order and shift: O(windows). */
 static void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                 dtrain__batch *batch)
 {
@@ -182,8 +180,8 @@ static void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t p
     }
 }
 
-/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window
- * are both cut from the scratch: its tokens are used twice and read once. */
+/* Read a dealt batch sample by sample, and pad it. Inputs and targets of a window both come from
+ * the scratch: its tokens are read once. */
 static dtrain_result dtrain__loader_read(const dtrain_loader *loader, const dtrain__batch *batch,
                                          void *inputs, int32_t *targets)
 {
@@ -202,7 +200,7 @@ static dtrain_result dtrain__loader_read(const dtrain_loader *loader, const dtra
             continue;
         }
         sample->data = batch->scratch;
-        sample->label = 0; /* a source may have none */
+        sample->label = 0; /* a source can have no labels */
         DTRAIN__TRY(dtrain__dataset_read(desc->dataset, sample->item, 1,
                                          desc->transform ? batch->scratch : to,
                                          targets || desc->transform ? &sample->label : NULL));
@@ -210,7 +208,7 @@ static dtrain_result dtrain__loader_read(const dtrain_loader *loader, const dtra
         if (desc->transform) DTRAIN__TRY(desc->transform(desc->user, sample, to));
     }
     memset(to, 0, missing * loader->sample_bytes);
-    if (targets) /* every byte of -1 is 255 */
+    if (targets) /* all bytes of -1 are 255 */
         memset((char *)targets + batch->count * loader->target_bytes, 255,
                missing * loader->target_bytes);
     return DTRAIN_OK;
@@ -255,7 +253,7 @@ static void *dtrain__prefetch_worker(void *argument)
     }
 }
 
-/* Wait for the reads that are under way, and drop all batches of the ring. */
+/* Wait for current reads, and drop all batches of the ring. */
 static void dtrain__prefetch_pause(dtrain_loader *loader)
 {
     if (loader->process != getpid()) return;
@@ -267,9 +265,9 @@ static void dtrain__prefetch_pause(dtrain_loader *loader)
     pthread_mutex_unlock(&loader->mutex);
 }
 
-/* Copy the next batch out of the ring, at the latest when the timeout is over. After a batch that
- * failed the workers pause, and the next call starts them at that batch. The trace has a track for
- * each place in the ring, where batches follow each other. */
+/* Copy the next batch out of the ring, or fail after the timeout. After a failed batch the workers
+ * pause, and the next call starts them at that batch. The trace has a track for each place in the
+ * ring, where batches do not overlap. */
 static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
     dtrain_world *world = loader->world;
@@ -288,7 +286,8 @@ static dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs, 
         loader->running = true;
         loader->ahead_seed = loader->desc.seed;
         loader->ahead = loader->info.position;
-        pthread_cond_signal(&loader->room); /* one at most waits: the others wait for `deal` */
+        pthread_cond_signal(
+            &loader->room); /* at most one worker waits for room; others wait for `deal` */
     }
     const uint32_t place = (uint32_t)(loader->taken % loader->batch_count);
     dtrain__batch *batch = &loader->batches[place];
@@ -339,7 +338,7 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
         loader->info.batch_samples = loader->batches->count;
     }
-    /* only now, so that a call that failed can be repeated */
+    /* after success, so that a failed call can be repeated */
     const uint64_t end = loader->info.position + loader->desc.batch * loader->ranks;
     loader->info.position = dtrain__loader_begin(loader, end);
     if (loader->desc.in_order && !loader->desc.sample_limit && !loader->warned && !loader->rank &&
@@ -354,13 +353,14 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
     return DTRAIN_OK;
 }
 
-/* Continue after a load at the saved epoch and the place in it, as position and epoch_samples say.
- * The note says which samples of the epoch are not dealt exactly once, if any. */
+/* Continue after a load at the saved epoch and the place in it, from position and epoch_samples.
+ * The note names the samples of the epoch that are not dealt exactly once. */
 static void dtrain__loader_resume(dtrain__state_source *source, char *note, size_t room)
 {
     dtrain_loader *loader = (dtrain_loader *)(void *)source;
     const uint64_t now = (uint64_t)loader->window_count;
-    const uint64_t before = loader->epoch_samples ? loader->epoch_samples : now; /* from a file */
+    const uint64_t before =
+        loader->epoch_samples ? loader->epoch_samples : now; /* a file's number */
     const uint64_t place = loader->info.position % before;
     const uint64_t position = loader->info.position / before * now + (place < now ? place : now);
     loader->epoch_samples = now;
@@ -390,8 +390,8 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule
- * at the top. Written with subtractions only: nothing overflows. */
+/* Resolve item_count, and count the windows of an epoch and the shifts, by the rule at the top.
+ * Subtractions cannot overflow. */
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
     dtrain_loader_desc *desc = &loader->desc;
@@ -441,14 +441,14 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
                        (long long)DTRAIN__RANDPERM_LIMIT);
 }
 
-/* Allocate the order of an epoch, and batches. Without workers there is one, which reads into the
- * caller's inputs and targets. */
+/* Allocate the order of an epoch, and batches. Without workers there is one batch, which reads into
+ * the caller's inputs and targets. */
 static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const dtrain_allocator *allocator = &loader->allocator;
     const size_t row = (size_t)desc->sequence;
-    /* a window may fit in memory as bytes and not as int32 */
+    /* a window can fit in memory as bytes and not as int32 */
     if (row > SIZE_MAX / sizeof(int32_t) - 1)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
     loader->sample_bytes = row               ? row * sizeof(int32_t)
@@ -480,12 +480,11 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
     return loader->batches ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-/* Start the workers, with all signals blocked: the host's handlers run in its own threads. After a
- * failure destroy ends those that have started. */
+/* Start the workers with all signals blocked: the program's handlers run in its threads. After a
+ * failure destroy ends the workers that have started. */
 static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
 {
     pthread_condattr_t attributes;
-    sigset_t all, before;
     loader->process = getpid();
     loader->thread_rank = dtrain__rank_of_thread();
     pthread_mutex_init(&loader->deal, NULL);
@@ -496,21 +495,18 @@ static dtrain_result dtrain__prefetch_start(dtrain_loader *loader)
     pthread_cond_init(&loader->ready, &attributes);
     pthread_condattr_destroy(&attributes);
     int error = 0;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (loader->thread_count < loader->desc.workers && error == 0) {
-        error = pthread_create(&loader->threads[loader->thread_count], NULL,
-                               dtrain__prefetch_worker, loader);
+        error = dtrain__thread_start(&loader->threads[loader->thread_count],
+                                     dtrain__prefetch_worker, loader);
         if (error == 0) loader->thread_count++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
                        "dtrain_loader_create: worker %u of %u could not be started: %s",
                        loader->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
 }
 
-/* Count windows first: the sizes of the arrays follow from their number. */
+/* Create a loader. The number of windows, counted first, gives the sizes of the arrays. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
@@ -567,8 +563,8 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     return result;
 }
 
-/* End the workers, each after the read that it is in, and free the loader. A forked child has their
- * memory and no threads. */
+/* End the workers, each after its current read, and free the loader. A forked child has the
+ * workers' memory and no threads. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;

@@ -1,8 +1,8 @@
-/* Micro-batches: a forward and a backward each, one after the other
+/* Micro-batches: a forward and a backward each, one after another
  *
- * A step is the sum of its micro-batches. Each is a forward, which ends with a loss, and a
+ * A step is the sum of its micro-batches. Each has a forward, which ends with a loss, and a
  * backward, which ends with its part of the gradients reduced. They come in the order of their
- * numbers: each forward fetches the next batch, and the strategy averages behind the last backward.
+ * numbers: each forward fetches the next batch, and the strategy averages after the last backward.
  * A pipeline has schedules of passes of stages: pipeline_step.c. */
 
 #include "core/platform_internal.h"
@@ -18,11 +18,12 @@
 #include "train/trainer_internal.h"
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
-#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
+/* Multiplied by the micro-batch number: odd, so that no two products are equal mod 2^64. */
+#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15)
 
-/* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
- * micro-batches and ranks with other samples, and a run that is repeated must repeat them. A pass
- * uses the sum of this and of its micro-batch's seed, which is the same in all steps: so it can be
+/* Return the seed of this rank's step. Dropout's random numbers must differ between steps,
+ * micro-batches and ranks with other samples, and a repeated run must repeat them. A pass uses the
+ * sum of this seed and of its micro-batch's seed, which is the same in all steps and can be
  * recorded. */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
@@ -32,21 +33,20 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     return (uint64_t)random[1] << 32 | random[0];
 }
 
-/* Return the seed of a micro-batch's pass. To that of a queued step the device adds the step's. */
+/* Return the seed of a micro-batch's pass. In a queued step the device adds the step's seed. */
 DTRAIN__PRIVATE uint64_t dtrain__pass_seed(const dtrain_trainer *trainer, uint32_t micro)
 {
     return (trainer->queue ? 0 : dtrain__step_seed(trainer)) + DTRAIN__MICRO_SEED * micro;
 }
 
-/* Return what a micro-batch's loss is multiplied with before its backward. */
+/* Return the factor of a micro-batch's loss before its backward. */
 DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer)
 {
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     return scale / (float)trainer->desc.micro_batches;
 }
 
-/* Fetch a micro-batch, unless this rank's data has ended, in a span: while next_batch reads, the
- * step makes no progress. */
+/* Fetch a micro-batch in a span, unless this rank's data has ended. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
     if (!trainer->desc.next_batch || trainer->ended) return DTRAIN_OK;
@@ -71,7 +71,7 @@ DTRAIN__PRIVATE dtrain__model_pass dtrain__step_pass(const dtrain_trainer_desc *
     return pass;
 }
 
-/* Begin a pass where this rank has all of the model, and run the model's function. */
+/* Begin a pass of the whole model on this rank, and run the model's function. */
 DTRAIN__PRIVATE dtrain_result dtrain__pass_run(dtrain_trainer *trainer,
                                                const dtrain__model_pass *pass, uint64_t seed,
                                                int64_t number, dtrain_tensor **made)
@@ -105,14 +105,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__losses_await(dtrain_trainer *trainer)
 }
 
 /* Run the micro-batches of a step, from the first that is not done: fetch, unless the queue holds
- * its inputs already, pass forwards and backwards, and let the strategy reduce the gradients: after
- * the last one they are the step's mean. The loss is read last, or its copy queued, so that a
- * device with a queue works through all of this before the host waits. A rank whose data has ended
- * takes part in what the others do, and has no loss.
+ * the inputs already, run forward and backward, and let the strategy reduce the gradients. After
+ * the last micro-batch they are the step's mean. The loss is read last, or its copy queued, so that
+ * a device with a queue does all of this before the host waits. A rank whose data has ended joins
+ * the collectives of other ranks, and has no loss.
  *
- * An error of next_batch leaves the step where it is, to be repeated from here. A gradient that is
- * missing ends the step. After any other error (one inside of the loss comes out of backward) this
- * rank cannot take part in what the others do: the strategy fails on all of them. */
+ * After an error of next_batch the step can be repeated from its micro-batch. A missing gradient
+ * ends the step. After any other error (backward returns an error inside loss) this rank cannot
+ * join the collectives of other ranks: the strategy fails on all of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__micro_batches(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;

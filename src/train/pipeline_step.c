@@ -3,18 +3,18 @@
  * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
  * (tape/stage.c):
  *
- *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to
- *                              stage. In the first step agree on a full batch
+ *     before the schedule      fetch the first micro-batch; survey which tensors cross stages. In
+ *                              the first step agree on a full batch
  *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
- *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
+ *     BACKWARD, WEIGHT         start from the loss or from received gradients; after the last
  *                              micro-batch parameters are ready, and reductions over the data axis
- *                              start inside of the bubble
- *     messages                 addresses of what crosses
- *     behind the schedule      weights of all micro-batches; dtrain_strategy_finish, once
+ *                              start inside the bubble
+ *     messages                 addresses of the tensors that cross
+ *     after the schedule       weights of all micro-batches; dtrain_strategy_finish, once
  *
- * To the strategy the whole schedule is one backward. All ranks of a pipeline have the same data,
- * so that they agree without a message on which micro-batches have none, and on the weights of
- * those that have: every rank knows the targets. */
+ * The strategy sees the whole schedule as one backward. All ranks of a pipeline have the same data
+ * and know the targets: without a message they agree which micro-batches have data, and on their
+ * weights. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -32,10 +32,10 @@
 
 typedef struct dtrain__pipeline {
     dtrain_pipeline_schedule *schedule;
-    dtrain_pipeline_schedule *forward; /* of one micro-batch without its backward */
-    const dtrain__model_pass *pass;    /* that the ranks run now */
-    int last;                          /* stage of the model */
-    size_t result_bytes;               /* page-locked, of the trainer's results; 0: none */
+    dtrain_pipeline_schedule *forward; /* schedule of one micro-batch without its backward */
+    const dtrain__model_pass *pass;    /* current pass of all ranks */
+    int last;                          /* last stage of the model */
+    size_t result_bytes;               /* page-locked bytes of the trainer's results; 0: none */
     bool agreed;                       /* all ranks have the same full batch */
 } dtrain__pipeline;
 
@@ -44,7 +44,7 @@ static int dtrain__line_stage(const dtrain_trainer *trainer, const dtrain_pipeli
     return action->chunk * trainer->groups.pipeline_ranks + trainer->groups.pipeline_rank;
 }
 
-/* Forget the passes before, and begin those of a step or of an evaluation. */
+/* Forget earlier passes, and begin the passes of a step or an evaluation. */
 static void dtrain__line_begin(dtrain_trainer *trainer, const dtrain__model_pass *pass)
 {
     trainer->pipeline->pass = pass;
@@ -65,7 +65,7 @@ static dtrain_result dtrain__line_call(dtrain_trainer *trainer, dtrain_tensor **
 }
 
 /* Run the function with all stages remote, to find which tensors cross, and check that the last
- * stage makes the tensor that it returns. Local. */
+ * stage makes the returned tensor. Local. */
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_tensor **made)
 {
     const dtrain__model_pass *pass = trainer->pipeline->pass;
@@ -90,7 +90,7 @@ static dtrain_result dtrain__line_fetch(dtrain_trainer *trainer, dtrain__micro *
 }
 
 /* Run the function in the slot of a FORWARD. The slot of a micro-batch's first pass on this rank
- * keeps the inputs. An error of the fetch fails the step on all ranks, which are in the middle of
+ * keeps the inputs. An error of the fetch fails the step on all ranks: they are in the middle of
  * the schedule. */
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                           const dtrain_pipeline_action *action)
@@ -111,15 +111,15 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                     action->inbox, pass->flags, seed));
     DTRAIN__TRY(dtrain__line_call(trainer, &micro->made));
     micro->samples = dtrain__samples_of(micro->made);
-    if (micro->samples.valid) { /* the tensor is gone when its slot is used again */
+    if (micro->samples.valid) { /* the next pass in this slot reuses the tensor */
         memcpy(micro->valid, micro->samples.valid, sizeof micro->valid);
         micro->samples.valid = micro->valid;
     }
-    if (!strategy) return DTRAIN_OK; /* a plan: nothing is weighed */
+    if (!strategy) return DTRAIN_OK; /* a plan has no weights */
     if (first) micro->weight = dtrain__notes_of(strategy)->weight;
     if (last && trains) DTRAIN__TRY(dtrain__pass_end(trainer->tape));
     else if (last) DTRAIN__TRY(dtrain_tensor_read(trainer->tape, micro->made, pass->values, NULL));
-    return dtrain_strategy_weight(strategy, 1); /* what the loss set was its own */
+    return dtrain_strategy_weight(strategy, 1); /* the loss's weight was for this micro-batch */
 }
 
 static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
@@ -142,9 +142,9 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     return loss ? dtrain__loss_read(trainer, (uint32_t)number, loss) : DTRAIN_OK;
 }
 
-/* Say where part i of a message is. Whether a micro-batch has data is known from its forward on, on
- * both sides of a gradient; what FORWARD makes is received before, so that it is sent as zeros
- * where there is none. */
+/* Return the address of part i of a message. Both sides of a gradient know since the forward
+ * whether a micro-batch has data. The receiver of an activation does not know it: a micro-batch
+ * without data sends zeros. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {
@@ -155,15 +155,14 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Run the schedule, read the losses, weigh the micro-batches as if they had been backwards of their
- * own, and finish. A gradient that is missing ends the step on all ranks, and the next one can be
- * taken.
+/* Run the schedule, read the losses, weigh the micro-batches as separate backwards, and finish. A
+ * missing gradient ends the step on all ranks, and the next step can be taken.
  *
- * Which tensors cross between stages is found in each step: its batch may have another shape than
- * the last step's. Gradients cross as if only those parameters were frozen that create has
- * compared. A rank without further data sends what crossed before. All ranks of the axis have the
- * same samples and shapes, so each finds the same without an exchange; once, they agree on the
- * unit. */
+ * Each step finds which tensors cross stages, because its batch can have another shape than the
+ * last one. Gradients cross as if only the parameters that create has compared were frozen. A rank
+ * without data sends tensors as in the step before. All ranks of the axis have the same samples and
+ * shapes, so each finds the same tensors without an exchange; the first step agrees on a full
+ * batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
@@ -175,8 +174,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     uint32_t joined = 0;
     bool over;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
-    dtrain__notes_of(strategy)->several = micro_batches > 1;  /* other trainers', too */
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));  /* the schedule is one backward */
+    dtrain__notes_of(strategy)->pipelined = micro_batches > 1; /* other trainers have set theirs */
     dtrain__line_begin(trainer, &pass);
     dtrain_result result = dtrain__line_fetch(trainer, trainer->micros);
     if (result == DTRAIN_OK && !(line->agreed && trainer->micros->joined))
@@ -202,8 +201,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     return dtrain__strategy_keep(strategy, dtrain__counts_settle(strategy, &over));
 }
 
-/* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
- * where the others of its pipeline have more, they wait for messages that do not come, until the
+/* Return the result of a step. If this rank's data had ended in it, add that to the error of a
+ * wait: ranks of its pipeline with more data wait for messages that never come, until the
  * deadline. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
                                                       dtrain_result result)
@@ -223,10 +222,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
-/* Run a forward pass of an evaluation, or of the host's own, whose values all ranks get: the
- * forwards of a schedule with one micro-batch. What crosses is found anew for each call: shapes can
- * differ from call to call. A refusal of the host's pass, on all ranks before anything is sent,
- * does not make the strategy fail. */
+/* Run a forward pass of an evaluation or of the program, whose values all ranks get: the forwards
+ * of a schedule with one micro-batch. Each call finds which tensors cross stages: shapes can differ
+ * from call to call. If all ranks refuse the program's pass before anything is sent, the strategy
+ * does not fail. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        const dtrain__model_pass *pass)
 {
@@ -234,7 +233,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     const dtrain_pipeline_schedule *s = trainer->pipeline->forward;
     dtrain_tensor *made;
     dtrain__line_begin(trainer, pass);
-    trainer->micros->fetched = true; /* by the caller */
+    trainer->micros->fetched = true; /* the caller has fetched it */
     dtrain_result result = dtrain__line_survey(trainer, &made);
     if (pass->own) result = dtrain__agree(trainer->groups.all, result);
     DTRAIN__TRY(result);
@@ -264,7 +263,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain_pipeline_create(desc, ranks, 1, &line->forward));
     dtrain_pipeline_schedule *f = line->forward;
     size_t kept = 0, at = 0;
-    for (int r = 0; r < ranks; r++) { /* without backwards and their messages */
+    for (int r = 0; r < ranks; r++) { /* leave out backwards and their messages */
         const size_t end = f->first[r + 1];
         for (f->first[r] = kept; at < end; at++)
             if (f->actions[at].act == DTRAIN_PIPELINE_ACT_FORWARD ||
@@ -274,10 +273,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer,
     }
     f->first[ranks] = kept;
     dtrain__pipeline_room(line->schedule, rank, &slots, &inboxes);
-    slots = (int)dtrain__max(slots, f->chunks); /* an evaluation has one a chunk */
+    slots = (int)dtrain__max(slots, f->chunks); /* an evaluation has one per chunk */
     inboxes = (int)dtrain__max(inboxes, f->chunks);
     line->last = ranks * f->chunks - 1;
-    if (rank == ranks - 1 && device && device->ops->event_query) { /* passes are queued ahead */
+    if (rank == ranks - 1 && device &&
+        device->ops->event_query) { /* the host queues passes ahead */
         void *memory;
         const size_t bytes = micros * sizeof *trainer->results;
         DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
@@ -294,7 +294,7 @@ DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
     if (!line) return;
     if (line->result_bytes) {
         dtrain_device *device = dtrain_world_device(trainer->world);
-        device->ops->synchronize(device); /* of a step that failed */
+        device->ops->synchronize(device); /* a failed step can still be running */
         device->ops->host_free(device, trainer->results, line->result_bytes);
     }
     dtrain_pipeline_destroy(line->schedule);
@@ -302,8 +302,8 @@ DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
     dtrain__free(a, line, 1, sizeof *line);
 }
 
-/* Walk this rank's list without messages, on a trainer with a tape of the plan device, which counts
- * what a step needs. Local. */
+/* Walk this rank's schedule without messages, on a trainer with a tape of the plan device, which
+ * counts the memory of a step. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer,
                                                         const dtrain__stage_map *map,
                                                         const dtrain_pipeline_desc *desc)

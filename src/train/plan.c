@@ -1,15 +1,13 @@
 /* Planning: memory of a step, largest batch
  *
- * A plan runs the loss forwards and backwards on the plan device, where kernels do nothing: the
- * tape counts its bytes all the same. Twenty such runs take milliseconds, so the largest batch is
- * found by trying:
+ * A plan runs the loss forwards and backwards on the plan device, whose kernels do nothing, while
+ * the tape counts its bytes. Twenty such runs take milliseconds, so trying finds the largest batch:
  *
- * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
- *    interval.
- * 2. All ranks allocate and touch what the smallest of these batches needs, and hold it until all
- *    have agreed on the outcome. Ranks of one host share its memory, so trying one after the other
+ * 1. Each rank searches the largest batch that fits its memory by doubling, then halving.
+ * 2. All ranks allocate and touch the memory of the smallest of these batches, and hold it until
+ *    all have agreed on the outcome. Ranks of one host share its memory: trying one after another
  *    would prove nothing.
- * 3. Where a rank has failed, all try an eighth less. */
+ * 3. If a rank has failed, all try an eighth less. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -34,10 +32,10 @@
 #include "device/device.h"
 #include "device/device_internal.h"
 
-/* Count the memory of activations, with a strategy's layout or without, and, where there are costs,
- * what the units of the whole model take; its backward is in halves then. A trainer with a tape of
- * the plan device writes no value and no gradient, so a plan can be made at any time, between two
- * steps as well. */
+/* Count the memory of activations, with a strategy's layout or without. With `costs` count also the
+ * costs of the whole model's units, whose backward is in halves. A trainer with a tape of the plan
+ * device writes no value and no gradient, so a plan can be made at any time, even between two
+ * steps. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
                                               const dtrain__strategy_plan *strategy,
                                               const dtrain__unit_costs *costs,
@@ -67,7 +65,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     }
     memset(&rehearsal, 0, sizeof rehearsal);
     rehearsal.desc = *desc;
-    rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+    rehearsal.desc.next_batch = NULL; /* values in the buffers do not matter */
     rehearsal.desc.strategy = NULL;
     if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
     rehearsal.allocator = world->allocator;
@@ -90,7 +88,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
 
 /* ---- Automatic batch --------------------------------------------------------------------------*/
 
-/* Count the bytes of activations that a batch needs. */
+/* Count the bytes of a batch's activations. */
 static dtrain_result dtrain__batch_needs(dtrain_world *world, const dtrain_trainer_desc *desc,
                                          const dtrain_batch_search *search,
                                          const dtrain__strategy_plan *plan, int64_t batch,
@@ -103,8 +101,8 @@ static dtrain_result dtrain__batch_needs(dtrain_world *world, const dtrain_train
     return DTRAIN_OK;
 }
 
-/* Find the largest batch that this rank has room for. A batch does not fit either when planning it
- * fails for want of addresses or of the host's buffers. */
+/* Find the largest batch that this rank has room for. A batch whose plan fails for lack of
+ * addresses or of the program's buffers does not fit either. */
 static dtrain_result dtrain__batch_search(dtrain_world *world, const dtrain_trainer_desc *desc,
                                           const dtrain_batch_search *search,
                                           const dtrain__strategy_plan *plan, int32_t *batch)
@@ -134,7 +132,7 @@ static dtrain_result dtrain__batch_search(dtrain_world *world, const dtrain_trai
 }
 
 /* Find the batch by the three steps above. Ranks agree on every local error before the next
- * collective, so that none waits for a rank that has left. */
+ * collective: none waits for a rank that has left. */
 static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_trainer_desc *desc,
                                         dtrain_batch_search *search, dtrain__strategy_plan *plan)
 {
@@ -175,11 +173,11 @@ static dtrain_result dtrain__batch_find(dtrain_world *world, const dtrain_traine
 
 /* ---- The plan ---------------------------------------------------------------------------------*/
 
-/* Count what the strategy and the optimizer of a desc hold. */
+/* Count the memory of a desc's strategy and optimizer. */
 static void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
 {
     dtrain_strategy_info strategy;
-    dtrain__strategy_info(desc->strategy, &strategy); /* zeros without one */
+    dtrain__strategy_info(desc->strategy, &strategy); /* zeros without a strategy */
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
     memory->buffers = strategy.buffer_bytes;

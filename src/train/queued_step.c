@@ -1,16 +1,16 @@
 /* A step without the host: recorded and replayed
  *
- * A whole step is queued on the device before the host looks at any of its results. That is what
- * a graph can record:
+ * The host queues a whole step on the device before it looks at any result. A graph can record such
+ * a step:
  *
  *     pinned            device                                                      pinned
  *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
  *
- * Every number that changes from step to step is in `scalars`; every input comes through a feed,
- * and a feed of targets carries the count that their loss is divided by. So a step is recorded
- * once, in the same step on all ranks: recording a collective is something that all of them must do
- * together. Micro-batches are run as in every step (micro_batch.c), which queues the copies of
- * their losses instead of waiting for them. */
+ * `scalars` has every number that changes from step to step. Every input comes through a feed, and
+ * a feed of targets carries the count that divides their loss. So a step is recorded once, in the
+ * same step on all ranks, because ranks must record a collective together. micro_batch.c runs the
+ * micro-batches as in every step, and queues the copies of their losses instead of waiting for
+ * them. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -27,20 +27,19 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Return the weight of a micro-batch: where samples are counted, by the inputs that are filled in
- * now; otherwise the one that its backward had when it was queued. */
+/* Return the weight of a micro-batch: if samples are counted, by its current inputs; otherwise the
+ * weight that its backward had when it was queued. */
 static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain__micro *queued = &trainer->micros[micro];
-    if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
-        return queued->weight;
+    if (!queued->samples.terms) return queued->weight;
     if (trainer->data_ranks == 1 && trainer->desc.micro_batches == 1)
         return dtrain__samples_count(&queued->samples) > 0;
     return dtrain__weight_of(strategy, &queued->samples);
 }
 
-/* Queue a whole step, by the same calls whether the device runs or records them. */
+/* Queue a whole step, by the same calls for a device that runs and one that records. */
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -73,13 +72,13 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     return dtrain__strategy_keep(desc->strategy, result);
 }
 
-/* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
- * third is recorded, and then it is run like those after it. After an error the recording is thrown
- * away.
+/* Take one step. The first two steps run while they are queued: memory is allocated, kernels are
+ * chosen. The third step is recorded, then replayed like later ones. An error discards the
+ * recording.
  *
- * From the second step on the places of inputs are known, and the batches of the whole step are
- * fetched before anything is queued. When one cannot be read, earlier ones stay filled, and the
- * step can be repeated. */
+ * From the second step on the addresses of inputs are known: the batches of the whole step are
+ * fetched before anything is queued. If one cannot be read, earlier ones stay filled, and the step
+ * can be repeated. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record)
 {
@@ -111,7 +110,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
         const dtrain_result ended = device->ops->graph_end(device, &graph);
         if (result != DTRAIN_OK) {
             if (graph) device->ops->graph_destroy(device, graph);
-            return dtrain__set_last_error(result, text); /* stays the last one */
+            return dtrain__set_last_error(result, text); /* graph_end can have changed it */
         }
         DTRAIN__TRY(ended);
         queue->graph = graph;
@@ -121,7 +120,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     queue->steps++;
     for (uint32_t m = 0; m < desc->micro_batches; m++) {
-        queue->feeds[m].filled = false; /* its inputs were used, by a replay too */
+        queue->feeds[m].filled = false; /* the step has used its inputs */
         trainer->micros[m].weight = dtrain__queue_weight(trainer, m);
     }
     record->grad_norm = (double)*norm;
@@ -129,10 +128,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
+/* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Refuse settings that cannot be recorded, and name the setting. Then allocate the memory of a
- * queued step; after a failure queue_destroy frees what was allocated. */
+/* Refuse settings that cannot be recorded, by name, and allocate the memory of a queued step. After
+ * a failure queue_destroy frees it. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
@@ -173,7 +172,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     return DTRAIN_OK;
 }
 
-/* Free the queue once the device is idle: it may still be replaying a step that failed. */
+/* Free the queue once the device is idle: it can still be replaying a failed step. */
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 {
     dtrain__queue *queue = trainer->queue;

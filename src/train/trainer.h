@@ -1,32 +1,33 @@
 /* Trainer
  *
- * A trainer is the glue of a training loop; everything in it can be called directly instead. One
- * step is
+ * A trainer is the glue of a training loop. A program can call every part of it directly. One step
+ * is
  *
- *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
+ *     for each micro-batch: dtrain_strategy_accumulate(does another follow?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of some
- *     twenty numbers per rank, from which every rank makes the same record
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of about
+ *     forty numbers per rank, from which every rank makes the same record
  *
- * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
- * follows from it. Samples and tokens are counted over the data axis. The ranks of one replica
- * must have the same samples (dtrain_loader_desc.mesh does that), and they draw the same dropout
- * masks. The all-gather of the record compares a hash of all inputs (about one millisecond per
- * megabyte): ranks of one replica with different samples are an error on all ranks.
+ * With a strategy on a mesh the record covers all ranks of the mesh, and they decide alike. The
+ * data axis counts samples and tokens. The ranks of one replica must have the same samples
+ * (dtrain_loader_desc.mesh does that), and they draw the same dropout masks. The all-gather of the
+ * record compares a hash of all inputs (about one millisecond per megabyte): different samples in
+ * one replica are an error on all ranks.
  *
- * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
- * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The
- * ranks of the axis read the same samples, too (where the data of one ends earlier the step fails,
- * on some schedules by the deadline), and each
+ * With a pipeline axis the strategy's schedule orders the micro-batches of a step
+ * (parallel/pipeline.h). Gradients have the bits of one micro-batch after another. The ranks of the
+ * axis read the same samples. If the data of one ends earlier, the step fails, with some schedules
+ * at the deadline. Each rank
  *
- *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
- *     calls loss for each of its stages and micro-batches, and once before each step, to see what
+ *     calls next_batch, which is required, once per micro-batch; its error fails the step on all
+ *     calls loss for each of its stages and micro-batches, and once before each step, to find what
  *         crosses stages: the same operations each time, the same shapes in all micro-batches of
  *         one step, no values read, no counting of calls;
- *         with several stages a rank, later micro-batches may have been fetched meanwhile: inputs
- *         are those of the pass's own one, what else next_batch has left is not
+ *         with several stages per rank, next_batch may already have been called for later
+ *         micro-batches: rely on the inputs given, not on your own variables
  *
- * graph, requires_grad inputs and passes of a program's own on the trainer's tape are refused. */
+ * A pipeline refuses graph, requires_grad inputs and the program's own passes on the trainer's
+ * tape. */
 
 #pragma once
 
@@ -43,227 +44,212 @@
 #include "parallel/mesh.h"
 #include "parallel/pipeline.h"
 
+#include <string.h>
+
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END: this rank's data has
- * ended. It takes part in the steps of the others without samples (dtrain_strategy_join) until
- * record.ended says that the data of all has; it is not called before. Not with graph. */
+/* Fill the program's buffers with the next micro-batch. Return DTRAIN_ERROR_END when this rank's
+ * data has ended: the rank then joins the steps of other ranks without samples
+ * (dtrain_strategy_join), and the trainer calls next_batch again after record.ended. Not with
+ * graph. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
-/* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
- * operations it calls must not depend on values: memory is planned by running it on the plan
- * device, where nothing is computed. */
+/* Build the loss (one element, mean over the micro-batch) of the fetched micro-batch. The
+ * operations must not depend on values: a plan of memory runs loss on the plan device, which
+ * computes nothing. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
-/* Choose what a step without loss scaling does when gradients of some rank are not finite. */
+/* The reaction of a step without loss scaling to gradients that are not finite on some rank. */
 typedef enum dtrain_nonfinite {
-    DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; a program may load a checkpoint and go on */
-    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; the 11th
-                                  in a row is an error. Refused with compression, whose residuals
-                                  would keep a NaN */
+    DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; load a checkpoint to continue */
+    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip the step. The first in a row is a warning, the 11th
+                                  an error. Refused with compression, whose residuals would keep a
+                                  NaN */
 } dtrain_nonfinite;
 
 typedef struct dtrain_trainer_desc {
     uint32_t micro_batches; /* per step; 0 = 1 */
-    uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
-    float clip;             /* global gradient norm; 0 = off */
+    uint32_t tokens;        /* tokens (or samples) per micro-batch and rank, for throughput */
+    float clip;             /* largest global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
-    uint32_t recompute_every, recompute_ops; /* of dtrain_tape_recompute; 0 = off */
-    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags; a
-     * scale of 0 begins with 65536. */
+    uint32_t recompute_every, recompute_ops; /* arguments of dtrain_tape_recompute; 0 = off */
+    /* All zero: loss scaling only with DTRAIN_TAPE_F16. Any other value: loss scaling. A scale of 0
+     * begins with 65536. */
     dtrain_loss_scaler loss_scaling;
-    bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
-    uint64_t seed; /* of dropout, the same on all ranks: their masks differ nevertheless */
+    bool graph;    /* GPU: record the step once and replay it without launch costs; see create */
+    uint64_t seed; /* seed of dropout, the same on all ranks, whose masks differ nevertheless */
     uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
     uint32_t verify_every; /* steps between two calls of dtrain_strategy_verify, which reads every
-                              parameter: replicas that drift apart (a flipped bit, another library)
-                              are an error that names rank and parameter. 0 = never */
-    dtrain_schedule schedule; /* its lr is required with an optimizer */
+                              parameter and names rank and parameter of a replica that has drifted
+                              (a flipped bit, another library). 0 = never */
+    dtrain_schedule schedule; /* lr is required with an optimizer */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
+    dtrain_batch_fn next_batch; /* NULL: loss fetches its batch, and memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
-    const dtrain_mesh *mesh; /* dtrain_trainer_plan: where there is no strategy yet; NULL = none */
+    const dtrain_mesh *mesh; /* mesh of dtrain_trainer_plan without a strategy; NULL = none */
 } dtrain_trainer_desc;
 
-/* A figure that every rank measures in a step and sends to all others. The parts of its time are
- * those of spans (world/timeline.h), which do not overlap: forward has no communication in it, and
- * data + forward + backward + exposed_comm + optimizer is the step without what the trainer itself
- * takes. On a GPU, where calls queue work, times are the host's; a graph has only the step. */
-typedef enum dtrain_figure {
-    DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
-    DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
-    DTRAIN_FIGURE_FORWARD = 2,      /* in loss, without communication, as in all of them */
-    DTRAIN_FIGURE_BACKWARD = 3,     /* in dtrain_tape_backward and dtrain_strategy_finish */
-    DTRAIN_FIGURE_EXPOSED_COMM = 4, /* in calls of communicators */
-    DTRAIN_FIGURE_HIDDEN_COMM = 5,  /* an operation was in flight, and the rank elsewhere */
-    DTRAIN_FIGURE_OPTIMIZER = 6,    /* in norm, clipping and update */
-    DTRAIN_FIGURE_CHECKPOINT = 7,   /* in saving since the step before, ranks' waits included */
-    DTRAIN_FIGURE_TIMES = 8,        /* how many of them are seconds */
-    /* Bytes that this rank sent by the ring formula / seconds in flight: the bus bandwidth of
-     * nccl-tests, busbw = S / t * 2 (n - 1) / n for an all-reduce of S bytes in n ranks. */
-    DTRAIN_FIGURE_BUS = 8,
-    DTRAIN_FIGURE_MEMORY = 9, /* bytes of the device that the library has allocated, now ... */
-    DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
-    DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
-    DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
-    /* Bytes that the rank sent, comm_bytes of its record; ranks exchange figures in 24 bits. At
-     * DTRAIN_FIGURE_COMM_BYTES + kind are the bytes that went by that dtrain_collective_kind. */
-    DTRAIN_FIGURE_COMM_BYTES = 13,
-    /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
-    DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
-    DTRAIN_FIGURE_TENSOR_EXPOSED, /* of exposed_comm, seconds in calls of that axis */
-    /* Of the bytes, over the pipeline axis; NaN without one. */
-    DTRAIN_FIGURE_PIPELINE_BYTES,
-    DTRAIN_FIGURE_BUBBLE, /* of exposed_comm, seconds in which the rank waited for other stages */
-    DTRAIN_FIGURE_COUNT
+/* A figure of a step. */
+typedef struct dtrain_figure {
+    const char *name; /* "time/step_ms", a group and the key in JSON; list in monitor/metrics.h */
+    const char *unit; /* "ms", "bytes", "tokens", "steps" or "rank"; "" = none */
+    double value;
+    const float *ranks; /* (record.ranks) value of each rank in this unit, NaN where unknown, valid
+                           until the trainer's next step; NULL = none */
 } dtrain_figure;
 
-/* A figure of all ranks; NaN and -1 where no rank has measured it. */
-typedef struct dtrain_spread {
-    double min, mean, max;
-    int min_rank, max_rank; /* in the world; the lowest of equal ones */
-    double own;             /* of this rank, exact; 0 where it has not measured it */
-} dtrain_spread;
+#define DTRAIN_RECORD_FIGURES 96 /* at most; the library makes up to 70 */
 
-/* A figure of the program itself, which dtrain_metrics writes to all files:
- *
- *     record.added[0].name = "perplexity", record.added[0].value = exp(record.val_loss);
- *
- * The name has lower-case letters, digits and '_', and stays valid as long as the metrics. */
-typedef struct dtrain_added_figure {
-    const char *name; /* NULL = none */
-    double value;
-} dtrain_added_figure;
-
-#define DTRAIN_ADDED_FIGURES 16
-
-/* One step, the same on every rank except where noted. */
+/* One step, the same on every rank except for bytes sent. */
 typedef struct dtrain_step_record {
-    int64_t step;    /* from 1: how many are done with this one */
-    double loss;     /* mean over the samples of all micro-batches and ranks; 0 without any. With
-                         DTRAIN_AVERAGE_MEANS over micro-batches and ranks, each counting alike */
-    double val_loss; /* NaN unless the host evaluated and set it */
-    double val_accuracy; /* share of right answers, 0 to 1; likewise */
+    int64_t step;    /* number of steps done, with this one */
+    double loss;     /* mean over the samples of all micro-batches and ranks; 0 without samples */
+    double val_loss; /* NaN unless the program has evaluated and set it */
+    double val_accuracy; /* share of right answers, 0 to 1, NaN likewise */
     double grad_norm;    /* before clipping */
     double lr;
-    uint64_t tokens;          /* of all ranks since the start, after this step */
-    double tokens_per_second; /* of all ranks, this step */
-    double step_ms;           /* slowest rank */
-    double comm_ms;           /* an operation was in flight; mean over ranks */
-    double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
-    double data_ms;           /* in next_batch, while nothing was computed; slowest rank */
-    uint64_t comm_bytes;      /* this rank sent, by the ring formula, over all axes of a mesh */
-    double straggler_score;   /* slowest rank's compute time / median of ranks */
-    double loss_scale;        /* of this step's backward; 0: no loss scaling */
-    uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
-    int slowest_rank;
-    int ranks; /* that the figures come from; 0: a record without figures */
-    dtrain_spread figures[DTRAIN_FIGURE_COUNT]; /* by dtrain_figure */
-    dtrain_added_figure added[DTRAIN_ADDED_FIGURES];
-    bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
-    bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
-                            see it in the same step, and end behind it together */
+    double loss_scale;      /* loss scale of this step's backward; 0: no loss scaling */
+    uint64_t tokens;        /* tokens of all ranks since the start, after this step */
+    uint64_t skipped_steps; /* steps since the start whose gradients were not finite */
+    int ranks;              /* number of ranks that the figures come from; 0: no figures */
+    bool ended;             /* the data of all ranks had ended: this step is not counted */
+    bool
+        stop_requested; /* a signal has reached some rank (desc.catch_signals of dtrain_launch): all
+                            ranks see it in the same step, and end after it together */
+    uint32_t figure_count;
+    dtrain_figure figures[DTRAIN_RECORD_FIGURES]; /* (figure_count) all other numbers */
 } dtrain_step_record;
 
-/* Create a trainer for a strategy and an optimizer, both of which must outlive it. An optimizer of
- * NULL makes a trainer that only evaluates.
+/* Return the value of the figure with a key, "step_ms"; NaN if the record has none. */
+static inline double dtrain_record_value(const dtrain_step_record *record, const char *key)
+{
+    const uint64_t nan = UINT64_C(0x7ff8) << 48; /* the bits survive -ffast-math */
+    double none;
+    for (uint32_t i = 0; i < record->figure_count; i++) {
+        const char *slash = strchr(record->figures[i].name, '/');
+        if (strcmp(slash ? slash + 1 : record->figures[i].name, key) == 0)
+            return record->figures[i].value;
+    }
+    memcpy(&none, &nan, sizeof none);
+    return none;
+}
+
+/* Add a figure of the program to a record, for all files of dtrain_metrics:
  *
- * With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
- * same addresses, so loss is not called again. What it reads must come in through
- * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
- * does on the host happens once. The bits are those of a run without graph. Needs a device that can
- * record, next_batch, and collectives that work on its streams (one rank, or dtrain_nccl.h). Loss
- * scaling and compression are refused with it, and those two with each other: bf16 needs no
- * scale. */
+ *     dtrain_record_add(&record, "perplexity", "", exp(record.loss));
+ *
+ * Name and unit stay valid as long as the metrics. The name has lower-case letters, digits and '_';
+ * one without a group belongs to "added". A full record is DTRAIN_ERROR_ARGUMENT. */
+static inline dtrain_result dtrain_record_add(dtrain_step_record *record, const char *name,
+                                              const char *unit, double value)
+{
+    const dtrain_figure figure = {name, unit, value, NULL};
+    if (record->figure_count >= DTRAIN_RECORD_FIGURES)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_record_add: the record has no room for %s", name);
+    record->figures[record->figure_count++] = figure;
+    return DTRAIN_OK;
+}
+
+/* Create a trainer for a strategy and an optimizer, which must outlive it. A trainer with an
+ * optimizer of NULL only evaluates.
+ *
+ * desc->graph records the third step and replays it in later ones: the same kernels on the same
+ * addresses, without calling loss. Its inputs must come through dtrain_tape_input from buffers that
+ * keep their address (next_batch fills them); its other work on the host happens once. The bits are
+ * those of a run without graph. graph needs a device that can record, next_batch, and collectives
+ * that work on the device's streams (one rank, or dtrain_nccl.h). It refuses loss scaling and
+ * compression, and these two refuse each other: bf16 needs no scale. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 /* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
-/* Take one step. Collective; record may be NULL. In the first step ranks compare all settings of
- * their trainers and optimizers but `tokens`, in each step the flags of parameters: a difference
- * is DTRAIN_ERROR_MISMATCH naming the setting, values and rank. A rank more than twice slower than
- * the (lower) median for ten steps running is named once in a warning. A gradient norm or loss
- * that is not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has
- * changed if it was the gradient. With loss scaling such a gradient is no error: the step is
- * skipped on all ranks, parameters and optimizer state stay, and the scale falls until
- * dtrain_loss_scaler_update gives up.
+/* Take one step. Collective; record can be NULL. The first step compares all settings of trainers
+ * and optimizers but `tokens`, each step the flags of parameters: a difference between ranks is
+ * DTRAIN_ERROR_MISMATCH, which names setting, values and rank. A warning names once each rank that
+ * has been more than twice slower than the (lower) median for ten steps in a row. A gradient norm
+ * or loss that is not finite is DTRAIN_ERROR_NUMERIC on all ranks, which names step and rank; if it
+ * is the gradient, no parameter has changed. With loss scaling all ranks skip such a step:
+ * parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update fails.
  *
- * An error of next_batch comes back as it is, and the step can be repeated (not with a pipeline):
- * it goes on with the micro-batch that could not be read, while the other ranks wait. An error of
- * loss, of the tape or of a kernel on one rank is one on all, and stands. */
+ * An error of next_batch is returned, and the step can be repeated (not with a pipeline): it
+ * continues with the micro-batch that could not be read, while other ranks wait. An error of loss,
+ * of the tape or of a kernel on one rank fails all ranks for good. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-#define DTRAIN_UNTIL_END (-1) /* dtrain_trainer_evaluate: until next_batch has ended on all ranks */
+#define DTRAIN_UNTIL_END (-1) /* dtrain_trainer_evaluate: until the data of all ranks has ended */
 
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
- * every rank, or DTRAIN_UNTIL_END; a rank that ends earlier (DTRAIN_ERROR_END) has fewer.
- * Collective. Batches may differ in size: samples count one each, in double, whatever the strategy
- * averages over. With a loader that ends (dtrain_loader_desc.sample_limit) each counts once for any
- * number of ranks. next_batch and user may differ from training's; the loss function gets this
- * user. next_batch NULL: the loss fetches its batch; not with a pipeline.
+ * every rank, or DTRAIN_UNTIL_END; a rank whose data ends earlier (DTRAIN_ERROR_END) has fewer.
+ * Collective. Batches can differ in size: every sample counts one, in double, whatever the strategy
+ * averages over. With a loader that ends (dtrain_loader_desc.sample_limit) every sample counts once
+ * for any number of ranks. next_batch and user can differ from training's; the loss function gets
+ * this user. next_batch NULL: the loss fetches its batch; not with a pipeline.
  *
- * After a signal (desc.catch_signals of dtrain_launch) to any rank all end after the batch under
- * way, with a loss of NaN. An error on one rank is one on all, and stands. */
+ * After a signal to any rank (desc.catch_signals of dtrain_launch) all ranks end with the current
+ * batch, and the loss is NaN. An error on one rank fails all ranks for good. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* Run a forward pass of the host's own between two steps, without gradients, and read what it makes
- * (count floats): to generate, or to measure. `forward` is called as loss is, with this user, with
- * the units that loss has. Collective with a pipeline, whose last stage makes the tensor, and then
- * all of its ranks get the values: all come with the same inputs, forward is called once to find
- * what crosses and once for each stage of the rank, and what changes from call to call (a cache's
- * length) is changed behind the pass. Shapes may differ from those of other passes. Without a
- * pipeline as collective as passes on the trainer's tape are. */
+/* Run a forward pass of the program between two steps, without gradients, and read the tensor that
+ * it makes (count floats): to generate, or to measure. The trainer calls `forward` like loss, with
+ * this user; it marks the units that loss marks. Shapes can differ from those of other passes.
+ * Without a pipeline this is as collective as passes on the trainer's tape. With a pipeline it is
+ * collective: all ranks come with the same inputs, the last stage makes the tensor, and all ranks
+ * get the values. The trainer calls forward once to find what crosses stages, and once for each
+ * stage of the rank: change state (a cache's length) after the pass, not in it. */
 DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
                                                 void *user, float *values, int64_t count);
-/* Return the trainer's tape, for passes of the host's own between two steps; with a pipeline it can
- * only be queried, and dtrain_trainer_forward runs them. */
+/* Return the trainer's tape, for passes of the program between two steps. With a pipeline the tape
+ * can only be queried, and dtrain_trainer_forward runs such passes. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* A search for the largest micro-batch whose step fits. */
 typedef struct dtrain_batch_search {
     uint32_t max_batch; /* 0 = 65536 */
-    /* Called with the desc's user and a batch: from here on the loss builds micro-batches of so
-     * many samples, with buffers of that size. */
+    /* Called with the desc's user and a batch: loss must then build micro-batches of that many
+     * samples, in buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
     dtrain_param *params;
     size_t param_count;
-    const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
-    uint32_t batch;                       /* found, the same on every rank */
+    const dtrain_strategy_desc *strategy; /* desc of the strategy to create; NULL = defaults */
+    uint32_t batch;                       /* result, the same on every rank */
 } dtrain_batch_search;
 
-/* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
- * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
- * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
- * desc wants it as other_bytes; autocast's copies of weights all count then. With a strategy, which
- * may gather units and have the copies of one at a time, what it and desc->optimizer hold is
- * counted too, and workspace is what the process held before the model came. The loss reads its
- * inputs, so their buffers must be there; what is in them does not matter. Under autocast,
- * parameters need their count or shape. Local with a search of NULL; needs a next_batch, which is
- * not called.
+/* Predict a step's memory by running desc->loss forwards and backwards on the plan device, whose
+ * kernels do nothing. The buffers of the loss's inputs must exist; their values do not matter.
+ * Under autocast, parameters need their count or shape. The call needs a next_batch, which it does
+ * not call. Local with a search of NULL.
  *
- * With a search, to be made before anything of the model is allocated, find the largest batch with
+ * Without desc->strategy the result is the memory of activations, with autocast's copies of all
+ * weights. It reads only loss, user and the fields of the tape: the desc of a strategy wants it as
+ * other_bytes. With a strategy, which can gather units and have the copies of one at a time, it
+ * counts also what the strategy and desc->optimizer hold; workspace is what the process held before
+ * the model.
+ *
+ * With a search, which must come before any allocation of the model, find the largest batch with
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
- * with those two of the strategy's desc, as AUTO reads them, and autocast's copies as its kind has
- * them. For AUTO itself the kind that needs least counts, with all copies, and
- * dtrain_strategy_create then takes the first that leaves room for the batch. The prediction is
- * tried: every rank allocates and touches that much at the same time, and where one cannot, all try
- * an eighth less. Leaves set_batch called with search->batch, whose memory is predicted.
- * Collective. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
+ * memory_limit and other_bytes are the strategy desc's, read as AUTO reads them, and autocast's
+ * copies are those of its kind. For AUTO the kind that needs least counts, with all copies, and
+ * dtrain_strategy_create then takes the first kind that leaves room for the batch. Every rank tries
+ * the prediction: all allocate and touch that much memory at the same time, and where one cannot,
+ * all try an eighth less. At the end set_batch has been called with search->batch, whose memory is
+ * predicted. Collective. If not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
+ * missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory);
 
-/* Count what each unit of a model costs, to divide units among stages, by running desc->loss on the
- * plan device, forwards and backwards in halves: as for a plan without a strategy, before there is
- * one. A pass takes its floating-point operations or, where that is more, its bytes times the
- * operations that the world's device does while it moves one; what the operations of a unit take
- * is added up, those behind the last mark (classifier, loss) with the last unit. Costs are in the
- * order of the units' first parameters; costs[param_count] has room for all of them, and
- * *unit_count says how many there are. activations[param_count], or NULL: bytes that a micro-batch
- * keeps in each unit. The whole model is counted, whatever mesh desc has, so that every rank finds
- * the same if its batch has the same shape. Local. */
+/* Count the cost of each unit of a model, to divide units among stages, by running desc->loss on
+ * the plan device, forwards and backwards in halves, like a plan without a strategy. An operation
+ * costs its floating-point operations or, where that is more, its bytes times the operations that
+ * the world's device does while it moves one byte. A unit costs the sum of its operations;
+ * operations after the last mark (classifier, loss) belong to the last unit. Costs are in the order
+ * of the units' first parameters; costs[param_count] has room for all units, and *unit_count is
+ * their number. activations[param_count], or NULL: bytes that a micro-batch keeps in each unit. The
+ * whole model is counted, whatever mesh desc has: every rank finds the same for the same shape of
+ * batch. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
                                                    const dtrain_trainer_desc *desc,
                                                    const dtrain_param *params, size_t param_count,

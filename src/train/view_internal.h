@@ -1,4 +1,4 @@
-/* The part of a trainer that a monitor reads. */
+/* The part of a trainer that the monitor reads. */
 
 #pragma once
 
@@ -12,9 +12,7 @@
 typedef struct dtrain__trainer_view {
     dtrain__state_source state;
     const dtrain__groups *groups;
-    int rank, ranks;    /* in groups->all */
-    const float *words; /* (ranks, word_count): of each rank its figures, then other words */
-    size_t word_count;
+    int rank, ranks; /* rank and size in groups->all */
     /* Report the memory that this rank holds, and the memory that a plan of the loss predicts; an
      * error is the plan's. */
     dtrain_result (*memory)(const dtrain_trainer *trainer, dtrain_memory *held,

@@ -13,7 +13,7 @@
 #include "sizes.h"
 
 #ifdef DTRAIN_SHARED
-/* A struct of the list, by its name; frozen ones have a size, others that of the first version. */
+/* One row per struct of the list; `bytes` is its size, or its first version's if it can grow. */
 #define DTRAIN__ABI_GROWS_ROW(name, last, first) {#name, first, false},
 #define DTRAIN__ABI_FIXED_ROW(name, bytes) {#name, bytes, true},
 static const struct {
@@ -23,7 +23,7 @@ static const struct {
 } dtrain__abi_rows[] = {DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS_ROW, DTRAIN__ABI_FIXED_ROW)};
 #endif
 
-/* An array of a negative size: a struct was changed in a way that core/abi.h forbids. */
+/* An array of negative size means that a struct was changed in a way that core/abi.h forbids. */
 #define DTRAIN__ABI_GROWN(name, last, first) \
     typedef char dtrain__abi_grown_##name    \
         [offsetof(dtrain_##name, last) + sizeof(((dtrain_##name *)NULL)->last) >= first ? 1 : -1];
@@ -36,7 +36,7 @@ DTRAIN__PRIVATE const dtrain_abi *dtrain__abi_of(const dtrain_world *world)
     return world ? &world->abi : NULL;
 }
 
-/* Check what a program says of its structs, at a call that makes a world, and copy it to *own. */
+/* Check the sizes of a program's structs, at a call that makes a world, and copy them to *own. */
 DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_abi *abi,
                                                 dtrain_abi *own)
 {
@@ -64,7 +64,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abi_check(const char *call, const dtrain_a
     return DTRAIN_OK;
 }
 
-/* Return how many bytes of a struct the program knows. */
+/* Return the program's size of a struct. */
 DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entry which)
 {
     if (abi && (uint32_t)which < abi->count) return abi->bytes[which];
@@ -75,7 +75,7 @@ DTRAIN__PRIVATE size_t dtrain__abi_bytes(const dtrain_abi *abi, dtrain__abi_entr
 #endif
 }
 
-/* Copy a desc of the program's to *own; zeros where it is NULL, or does not have a field. */
+/* Copy the program's desc to *own; fields that it does not have, or all if it is NULL, are 0. */
 DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_entry which,
                                            const void *given, void *own)
 {
@@ -95,7 +95,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__take(const dtrain_abi *abi, dtrain__abi_en
     return DTRAIN_OK;
 }
 
-/* Copy an info to the program's, which may be NULL; zeros where own is NULL, or lacks a field. */
+/* Copy an info to the program's (NULL is allowed); fields that `own` does not have, or all if it is
+ * NULL, are 0. */
 DTRAIN__PRIVATE void dtrain__give(const dtrain_abi *abi, dtrain__abi_entry which, const void *own,
                                   void *info)
 {

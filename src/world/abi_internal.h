@@ -12,8 +12,8 @@ typedef enum dtrain__abi_entry {
     DTRAIN_ABI_LIST(DTRAIN__ABI_GROWS, DTRAIN__ABI_FIXED) DTRAIN__ABI_COUNT
 } dtrain__abi_entry;
 
-/* Replace a desc of the program's, which may be NULL, by a copy as this library knows it. A program
- * that is compiled together with the library has no other structs. */
+/* Replace the program's desc (NULL is allowed) by a copy that has this library's size. A program
+ * compiled together with the library has the same structs: no copy is needed. */
 #ifdef DTRAIN_SHARED
 #define DTRAIN__TAKE(abi, name, desc)                                          \
     dtrain_##name own_##name;                                                  \

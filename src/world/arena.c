@@ -1,8 +1,8 @@
 /* Shared memory: the region and its arenas
  *
- * Address space is reserved for all ranks at once and committed page by page when it is touched, so
- * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
- * and the sum of all that ranks have been promised against what was free at the start. */
+ * Address space is reserved for all ranks at once, and a page is committed when it is touched: a
+ * large reserve costs nothing. Two limits keep the kernel from killing a rank later: the size of an
+ * arena, and the memory that was free at the start, for the allocations of all ranks together. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -15,9 +15,9 @@
 
 #define DTRAIN__SMALL_PROMISE ((size_t)1 << 20) /* bytes */
 
-/* Map anonymous memory or, if file >= 0, a file of that size; MAP_FAILED with errno. Check `ulimit
- * -f` first, because ftruncate beyond it raises a signal. Exclude the memory from core files, which
- * it would fill with zeros. */
+/* Map anonymous memory or, if file >= 0, a file of that size; return MAP_FAILED and errno on an
+ * error. Check `ulimit -f` first, because ftruncate beyond it raises a signal. Exclude the memory
+ * from core files: it would fill them with zeros. */
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
@@ -34,10 +34,9 @@ DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return memory;
 }
 
-/* Map a control page and after it the arenas of `ranks` ranks; 0: no memory is shared. This
- * reserves address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
- * Where that fails (ulimit -v, strict overcommit, valgrind) the default halves, down to 64 MiB; an
- * explicit size does not. */
+/* Map a control page, then the arenas of `ranks` ranks (0: no memory is shared). This reserves
+ * address space, not memory: `given` bytes per rank or, if given is 0, the machine's memory. If
+ * that fails (ulimit -v, strict overcommit, valgrind), halve the default size, down to 64 MiB. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region)
 {
@@ -67,7 +66,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
     }
 }
 
-/* Say whether every rank can read and write all of these bytes at this address. */
+/* Return true if every rank can read and write these bytes at this address. */
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
 {
     const uintptr_t begin = (uintptr_t)world->control->arenas, at = (uintptr_t)memory;
@@ -75,23 +74,22 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
     return at >= begin && at - begin <= all && bytes <= all - (at - begin);
 }
 
-/* Return the device to which communicator memory is charged: the CPU. NULL with a GPU, whose ranks
- * only keep copies there. */
+/* Return the device that accounts for communicator memory: the CPU device, or NULL with a GPU. */
 static dtrain_device *dtrain__charged_device(const dtrain_world *world)
 {
     return world->device && world->device->ops->host_memory ? world->device : NULL;
 }
 
-/* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
- * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
- * be killed later. To ask the system takes up to a millisecond, too much for small promises. */
+/* Account for an allocation, or fail. Pages are committed when touched, so all allocations together
+ * must fit in the memory that was free at the start (or is free now, if that is more), or the
+ * kernel would kill a rank later. Small allocations do not ask the system: it takes up to 1 ms. */
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
     if (device) DTRAIN__TRY(dtrain_device_account(device, &device->comm_bytes, bytes));
     const uint64_t start = world->control->free_at_start;
     uint64_t promised = dtrain__load(&world->control->promised), now;
-    do { /* what is refused was never promised: another rank may ask at the same moment */
+    do { /* another rank can allocate at the same moment */
         const bool asks = bytes >= DTRAIN__SMALL_PROMISE || promised + bytes > start;
         now = asks ? dtrain__free_memory() : start;
         if (bytes > now || promised + bytes > (now > start ? now : start)) {
@@ -107,7 +105,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
     return DTRAIN_OK;
 }
 
-/* Take a promise back. */
+/* Return bytes of dtrain__promise. */
 DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes)
 {
     dtrain_device *device = dtrain__charged_device(world);
@@ -115,7 +113,7 @@ DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes)
     if (device) device->comm_bytes -= bytes;
 }
 
-/* Hand out zeroed whole pages of this rank's arena, first fit. */
+/* Allocate zeroed whole pages from this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
     const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
@@ -130,7 +128,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     if (bytes > all - at)
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
-                           "reserve_bytes of dtrain_launch_desc",
+                           "reserve_bytes of dtrain_world_options",
                            asked, all);
     DTRAIN__TRY(dtrain__promise(world, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
@@ -142,8 +140,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     return DTRAIN_OK;
 }
 
-/* Free memory of this rank's arena, and give its pages back to the system at once: so memory that
- * is handed out next reads as zero. An address that is not of this arena is ignored. */
+/* Free memory of this rank's arena, and return its pages to the system at once: so the next
+ * allocation reads as zero. Ignore an address outside of this arena. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
     char *arena = world->control->arenas + (size_t)world->rank * world->control->arena_bytes;

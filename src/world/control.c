@@ -1,7 +1,7 @@
 /* The control page: how ranks end, wait for each other and gather
  *
- * A record that another rank may read while it is written ends with one atomic store that makes it
- * valid. So no lock is needed, and a rank that is killed half-way leaves none held. */
+ * One atomic store, the last one, makes a record valid for other ranks. So no lock is needed, and
+ * a rank that is killed while it writes a record holds none. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -30,7 +30,7 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     }
 }
 
-/* Say how a rank ended. */
+/* Describe how a rank ended. */
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room)
 {
@@ -51,8 +51,8 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
                  dtrain__signal_name(end->value));
 }
 
-/* Return the rank that failed first, -1 for none. The first exit record may be that of a rank that
- * failed because another one had failed and only ended earlier: its `after` names the cause. */
+/* Return the rank that failed first, -1 for none. The rank that ended first can have failed because
+ * of another rank that ended later: `after` then names that rank. */
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
 {
     const int first = (int)dtrain__load(&control->first_failed) - 1;
@@ -60,7 +60,7 @@ DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
     return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
 }
 
-/* Count an ended rank, and keep the first one that failed. */
+/* Count a rank that ended, and keep the first rank that failed. */
 static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
 {
     uint32_t none = 0;
@@ -70,8 +70,7 @@ static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* Record how a rank ended, once for each rank. A rank that is recorded as lost cannot be recorded
- * later as ended well. */
+/* Record how a rank ended, once for each rank. A lost rank stays lost, even if it returned 0. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
@@ -84,8 +83,8 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
     dtrain__count_end(control, rank, how != DTRAIN__LEFT);
 }
 
-/* Record that a running rank is lost; false when its end was known already. Several ranks may
- * notice it at once, so nothing but `how` is written. */
+/* Record that a running rank is lost; false if its end was known. Several ranks can notice the loss
+ * at once, so only `how` is written. */
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
 {
     uint32_t running = DTRAIN__RUNNING;
@@ -96,9 +95,9 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
-/* Look whether the process of one rank has ended, of the next rank at each call: a guest has no
- * launcher that this library knows, and no connection that closes. All 256 take 1.3 s. If ranks
- * share no page, the reason can still be on its way as a message: give it half a second. */
+/* Check whether the process of one rank has ended, the next rank at each call: guests have neither
+ * a launcher that reports the end nor a connection that closes. 256 ranks take 1.3 s. If ranks
+ * share no page, a message can still tell why the rank ended: wait half a second for it. */
 DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
 {
     const uint64_t now = dtrain__now_ns();
@@ -119,8 +118,8 @@ DTRAIN__PRIVATE void dtrain__look_for_lost(dtrain_world *world)
     dtrain_world_abort(world, DTRAIN_ERROR_PEER, text); /* on other hosts nobody can see it */
 }
 
-/* Wait until an abort that another rank records can be read; false: it has been killed half-way.
- * Its exit record, which is written some 100 us later, may say so. */
+/* Wait until an abort record is complete. Return false if the rank that writes it has died: its
+ * exit record, which comes some 100 us later, then names it. */
 DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
                                          const dtrain__abort_record *record)
 {
@@ -131,9 +130,9 @@ DTRAIN__PRIVATE bool dtrain__await_abort(const dtrain__control *control,
     return dtrain__load(&record->state) == 2;
 }
 
-/* Record an abort; false when there is an earlier one, which is kept. Ranks whose deadlines end
- * together abort together: the later one waits until the first record can be read, so that its next
- * poll finds it. */
+/* Record an abort; false if there is an earlier abort, which is kept. Ranks whose deadlines pass at
+ * the same time abort at the same time: the later rank waits until the first record is complete, so
+ * that its next poll finds it. */
 DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
                                           dtrain__abort_record *record, int rank,
                                           dtrain_result code, const char *text)
@@ -156,27 +155,25 @@ DTRAIN__PRIVATE bool dtrain__record_abort(const dtrain__control *control,
  *     dtrain__wait wait = dtrain__wait_begin();
  *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
  *
- * A turn is a pause while every thread has its own core, and a yield otherwise: the rank
- * waited for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
- * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
- * yield everywhere: on a machine that also does other work the peer may be waiting for a core. The
- * control page is polled at every 32nd yield, and only then a turn can fail; wait.polled tells the
- * caller to make its own rarer checks.
+ * If every thread has its own core, the first turns are pauses. All other turns are yields, because
+ * this core may have to run the rank that is waited for: a barrier of 4 ranks on 2 cores takes 3 us
+ * with sched_yield, 67 us with 2000 pauses before it, 100 us and more with futexes. Every 32nd
+ * yield polls the control page, and only then can a turn fail; wait.polled tells the caller to make
+ * its own rare checks.
  *
- * A yield that takes longer than a millisecond gave the core to a program that computes, which
- * would get it for a time slice at every yield. For a while turns are naps instead, because the
- * scheduler wakes a sleeper at once: beside two busy programs on two cores a barrier of 4 ranks
- * takes 88 us (80 to 94) with naps, and 0.1 to 24 ms with yields. A nap lasts an eighth of the time
- * since an operation of this rank has moved, so that long waits cost the other program little and
- * the chunks of a large operation, which follow each other in some 20 us, do not wait for a nap.
+ * A yield of more than a millisecond gave the core to another program that computes, and every
+ * further yield would cost a time slice. So the next turns are naps: the scheduler wakes a sleeper
+ * at once. Beside two busy programs on two cores a barrier of 4 ranks takes 88 us (80 to 94) with
+ * naps, and 0.1 to 24 ms with yields. A nap lasts an eighth of the time since an operation of this
+ * rank last moved. So long waits take little time from the other program, and the chunks of a large
+ * operation, some 20 us apart, do not wait for a nap.
  *
  * A gap of more than a second between two polls counts as one second towards the deadline: a job
  * that was suspended as a whole and resumed an hour later does not time out. */
 
-#define DTRAIN__SPIN_TURNS \
-    32u /* some 2 us of pauses, then yield: the peer may have lost its core */
+#define DTRAIN__SPIN_TURNS 32u /* pauses before the first yield: some 2 us */
 #define DTRAIN__LONG_YIELD_NS 1000000u
-#define DTRAIN__NAPS 256u /* then a yield tries whether the core is still wanted */
+#define DTRAIN__NAPS 256u /* naps before the next yield */
 
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
 {
@@ -185,7 +182,7 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
     return wait;
 }
 
-/* Say, as an error, whether a rank has failed or aborted. */
+/* Return an error if a rank has failed or aborted. */
 DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 {
     const dtrain__control *control = world->control;
@@ -208,15 +205,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 
 /* ---- Who waits for whom
  *
- * At every poll, a rank that waits for another one writes down for which and when. A rank whose
- * deadline ends follows these entries, from the rank that it waits for, to the first one that waits
- * for nobody: that one is behind. Entries older than half a deadline do not count, because a rank
- * that was stopped inside of a wait no longer waits. A rank that gives up keeps its entry: others,
- * whose deadlines end a moment later, would otherwise take it for the one that is behind. */
+ * At every poll, a waiting rank writes an entry: the rank that it waits for, and the time. A rank
+ * whose deadline passes follows these entries to the first rank that waits for nobody: that rank
+ * is late. Entries older than half a deadline do not count: a rank that was stopped during a wait
+ * no longer waits. A rank that gives up keeps its entry, or ranks whose deadlines pass a moment
+ * later would report it as late. */
 
-/* Note for which rank of the world this one waits; -1: for none. Tell peers over the link after a
- * quarter of the deadline, because what is told counts even when the wait has ended, and then every
- * eighth. */
+/* Note the rank of the world that this rank waits for; -1 for none. Send it over the link after a
+ * quarter of the deadline and then after every further eighth. Not earlier: the entry would remain
+ * in other ranks' pages after a short wait. */
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
 {
     uint64_t *own = &world->control->waits[world->rank], entry = 0;
@@ -232,7 +229,7 @@ DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
     dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
 }
 
-/* Return the rank for which another one waits; -1: it waits for none. */
+/* Return the rank that `rank` waits for; -1 if it waits for none. */
 DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
 {
     const uint64_t entry = dtrain__load(&world->control->waits[rank]);
@@ -241,7 +238,7 @@ DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
     return (int)(entry & 65535u) - 1;
 }
 
-/* Follow the waits from a rank on to the one that is behind; -1: they go in a circle. */
+/* Follow the entries from a rank to the late rank; -1 if they form a circle. */
 DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
 {
     for (int i = 0; i < world->size; i++) {
@@ -252,8 +249,8 @@ DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
     return -1;
 }
 
-/* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
- * without a sentence, because only the caller knows what it waits for; PEER comes with one. */
+/* Poll during a wait: the clock, the link, the control page, the launcher. DTRAIN_ERROR_PEER has a
+ * sentence. DTRAIN_ERROR_TIMEOUT has none: only the caller knows what it waits for. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
@@ -273,7 +270,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
 {
     wait->polled = false;
-    if (world->moves != wait->moves) { /* the next step may be near */
+    if (world->moves != wait->moves) { /* the next step can be near */
         wait->moves = world->moves;
         wait->moved_ns = wait->waited_ns;
         wait->turns = 0;
@@ -296,11 +293,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
     return ++wait->yields % DTRAIN__YIELDS_PER_POLL ? DTRAIN_OK : dtrain__wait_poll(world, wait);
 }
 
-/* Refuse a call from a process that a rank has forked, which has the rank's pointers and is no
- * rank. MADV_WIPEONFORK makes *mine 0 there, so the check is one load and no getpid. */
+/* Refuse a call from a process that a rank has forked: it has the rank's pointers but is no rank.
+ * MADV_WIPEONFORK makes *mine 0 there, so the check is one load, without getpid. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
-    dtrain__set_thread_rank(world->rank); /* a thread of a host can have several worlds */
+    dtrain__set_thread_rank(world->rank); /* a host's thread can have several worlds */
     if (world->mine && *world->mine) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: called in a process that a rank has forked; only the rank itself can",
@@ -360,19 +357,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
     return dtrain_fail(code, "%s", text);
 }
 
-/* Say whether record number `sequence` of a rank has arrived. This rank's own counts as arrived
- * when the link has sent it, and on rank 0 all that it forwards: the caller may not come back for a
- * long time to send the rest. */
+/* Return true if record number `sequence` of a rank has arrived. This rank's own record has arrived
+ * when the link has sent its whole buffer: the program may not call again for a long time. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
     if (rank == world->rank) return dtrain__link_unsent(world) < 0;
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
-/* Publish this rank's record, and collect the records of all others. Read whether a rank has left
- * before reading its slot for the last time: a record that it wrote before it left counts. Where
- * ranks share no page, records come through rank 0; so when rank 0 waits for nobody, it is the slow
- * one, whichever record is missing. */
+/* Publish this rank's record, and collect the records of all other ranks. Check whether a rank has
+ * left before the last look at its slot: a record written before it left counts. Without a shared
+ * page all records pass through rank 0. So if rank 0 waits for nobody, rank 0 is late, whichever
+ * record is missing. */
 static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -401,6 +397,10 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                     world, DTRAIN_ERROR_PEER,
                     "rank %d left while rank %d waits in dtrain_world_all_gather", rank,
                     world->rank);
+            if (world->look_for_circle &&
+                world->look_for_circle(world, NULL, NULL, &wait) != DTRAIN_OK)
+                return dtrain__abort_with(world, DTRAIN_ERROR_MISMATCH, "%s",
+                                          dtrain__bare(dtrain_last_error()));
             if (turn != DTRAIN_ERROR_TIMEOUT) continue;
             const int behind = dtrain__behind(world, world->rank && remote ? 0 : awaited);
             return dtrain__abort_with(
@@ -415,10 +415,11 @@ static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, s
                 (unsigned long long)slots[rank].bytes[half], world->rank, bytes);
     }
     dtrain__set_waits(world, -1);
+    if (wait.number) dtrain__store(&world->control->long_waits[world->rank].number, (uint64_t)0);
     return DTRAIN_OK;
 }
 
-/* Gather records, which stay where dtrain__gathered finds them until this rank gathers again. */
+/* Gather records; dtrain__gathered returns them until this rank gathers again. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_gather(dtrain_world *world, const void *mine,
                                                    size_t bytes)
 {
@@ -452,7 +453,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
-/* Raise a number that others may raise at the same time. */
+/* Raise a number that other ranks can raise at the same time. */
 static void dtrain__raise(uint64_t *highest, uint64_t to)
 {
     uint64_t found = dtrain__load(highest);

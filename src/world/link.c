@@ -1,27 +1,27 @@
-/* The link between ranks of a launcher
+/* The link between the ranks of a launcher
  *
- * Ranks that a launcher has started are connected as a star. A rank sends its frames to rank 0, and
- * rank 0 forwards them to all ranks, the sender included: gather to 0 and broadcast.
+ * The connections of launched ranks form a star. A rank sends its frames to rank 0, and rank 0
+ * forwards them to all ranks, the sender included: a gather to rank 0 and a broadcast.
  *
  *     rank 1 ----+
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
  * A frame carries a record of dtrain_world_all_gather, an exit, an abort or a wait. The receiver
- * writes it into its own control page, where a forked rank would have written it in the shared one;
- * so waits, polls and all-gathers read the page and know nothing of the link. When a socket closes
- * and no exit has come, its rank is lost; keepalive closes the socket of a host that is gone.
+ * writes it into its private control page, as a forked rank writes it into the shared page. So
+ * waits, polls and all-gathers read only the page and do not depend on the link. If a socket closes
+ * before an exit has arrived, its rank is lost; keepalive closes the socket of a lost host.
  *
- * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing
- * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
- * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
- * a rank that breaks them is cut off.
+ * There is no thread: waits and dtrain_world_poll poll the sockets, and nothing blocks. Frames come
+ * from ranks that know the key of the run (rendezvous.c). The receiver checks lengths, rank numbers
+ * and the order of records, so that no frame can damage memory, and disconnects a rank that breaks
+ * these rules. It believes the rest.
  *
  * The buffer of frames to send cannot overflow. An all-gather returns when the buffer is empty, and
- * nobody finishes an all-gather without this rank, so a rank's record is at most one ahead of this
- * rank's. At any time the buffer holds at most two records and one exit of each rank, and one
- * abort: less than three frames of full size per rank. So a rank that does not read makes the
- * all-gather time out. A wait is dropped while the buffer holds more than 1 KiB a rank. */
+ * no rank finishes an all-gather without this rank. So another rank is at most one record ahead of
+ * this rank, and the buffer holds at most two records and one exit of each rank, and one abort:
+ * less than three frames of full size per rank. A rank that does not read makes the all-gather time
+ * out. While the buffer holds more than 1 KiB per rank, frames of waits are dropped. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -39,7 +39,7 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
     *socket = -1;
 }
 
-/* Say whether a call on a socket has failed only for the moment: the connection still works. */
+/* Return true if a call on a socket failed for the moment, and the connection still works. */
 DTRAIN__PRIVATE bool dtrain__try_again(int error)
 {
     return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
@@ -54,7 +54,7 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
     world->link = NULL;
 }
 
-/* Make a link without connections, its arrays in one piece of memory. */
+/* Make a link without connections. One allocation holds its arrays. */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 {
     const size_t count = world->rank ? 1 : (size_t)world->size;
@@ -73,8 +73,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 
 /* ---- Sending ----------------------------------------------------------------------------------*/
 
-/* Send what the sockets accept, and drop from the buffer what all ends have been sent. A broken
- * connection counts as sent: the next receive finds that it is broken. */
+/* Send what the sockets accept, and remove what all ends have been sent from the buffer. A broken
+ * connection counts as sent: the next receive reports it. */
 static void dtrain__link_flush(dtrain__link *link)
 {
     size_t done = link->out_bytes;
@@ -95,14 +95,14 @@ static void dtrain__link_flush(dtrain__link *link)
     for (int i = 0; i < link->count; i++) link->ends[i].sent -= done;
 }
 
-/* Say whether the control page is this rank's copy, which only the link updates. */
+/* Return true if the control page is this rank's copy, which only the link updates. */
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
 {
     return world->link && !world->link->shared;
 }
 
-/* Append a frame to the buffer, which has room for it (see the top of this file). Do nothing
- * without a link, or where the control page is shared. */
+/* Append a frame to the buffer, which has room for it (see the top of this file). Do nothing if
+ * there is no link or the control page is shared. */
 static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                 const void *data, size_t bytes)
 {
@@ -117,7 +117,7 @@ static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, in
     link->out_bytes += sizeof frame + bytes;
 }
 
-/* Append a frame for rank 0 or, on rank 0, for all, and send as much as the sockets accept now. */
+/* Append a frame for rank 0 or, on rank 0, for all ranks; then send what the sockets accept. */
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes)
 {
@@ -125,7 +125,7 @@ DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind k
     if (world->link) dtrain__link_flush(world->link);
 }
 
-/* Return the first rank that has not been sent all of the buffer; -1: all has been sent. */
+/* Return the first rank that has not been sent the whole buffer; -1 if there is none. */
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 {
     const dtrain__link *link = world->link;
@@ -136,7 +136,7 @@ DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Write a frame from rank `from` into the control page and, on rank 0, forward it; false when the
+/* Write a frame from rank `from` into the control page and, on rank 0, forward it; false if the
  * frame is malformed. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
                                 const char *data)
@@ -145,7 +145,7 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     const int rank = frame->rank;
     bool news = true;
     if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
-    if (rank == world->rank) return true; /* rank 0 sends it to all */
+    if (rank == world->rank) return true; /* rank 0 forwards a frame to its sender, too */
     if (frame->kind == DTRAIN__FRAME_GATHER) {
         dtrain__gather_slot *slot = &control->slots[rank];
         const uint64_t number = slot->sequence + 1;
@@ -182,9 +182,9 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     return true;
 }
 
-/* Receive once from rank `from`, and apply the whole frames. Close the connection when the other
- * end has closed it or has sent nonsense: that rank is then lost, unless its exit has been recorded
- * before. */
+/* Receive once from rank `from`, and apply complete frames. If the other end has closed the
+ * connection or has sent a malformed frame, close it: the rank is lost, unless its exit has been
+ * recorded. */
 static void dtrain__link_receive(dtrain_world *world, int from)
 {
     dtrain__connection *end = &world->link->ends[from];
@@ -193,7 +193,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
     bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
-    /* a socket that cannot be read for as long as a deadline counts as closed */
+    /* A socket that has been unreadable for a whole deadline counts as closed. */
     if (got >= 0 || errno == EAGAIN || errno == EINTR) end->unread_ns = 0;
     else if (!end->unread_ns) end->unread_ns = dtrain__now_ns();
     else if (dtrain__now_ns() - end->unread_ns >= world->timeout_ns) open = false;
@@ -217,7 +217,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
                             sizeof world->control->exits[from]);
 }
 
-/* Send and receive without blocking, after waiting up to nap_ms for a socket to be ready. */
+/* Wait up to nap_ms for a ready socket, then send and receive without blocking. */
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
 {
     dtrain__link *link = world->link;
@@ -228,18 +228,17 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
         polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
         polls[i].revents = 0;
     }
-    const bool blind = poll(polls, (nfds_t)link->count, nap_ms) < 0; /* then all are asked */
+    const bool blind = poll(polls, (nfds_t)link->count, nap_ms) < 0; /* then read all sockets */
     for (int i = 0; i < link->count; i++)
         if (polls[i].revents & ~POLLOUT || (blind && polls[i].fd >= 0))
             dtrain__link_receive(world, i);
     dtrain__link_flush(link);
 }
 
-/* Measure the offset of this rank's clock to rank 0's, once, after the rendezvous, so that tools
- * can lay traces beside each other. Rank 0 reads its clock for a round after it has this rank's
- * reading of the round before: so half of the time between that reading and the end of the round
- * bounds the error (Cristian, "Probabilistic Clock Synchronization", 1989). The shortest round
- * counts. */
+/* Measure the offset between rank 0's clock and this rank's, once, after the rendezvous, so that
+ * tools can align traces. In each round rank 0 reads its clock after it has received this rank's
+ * reading of the previous round. So half of the time from that reading to the end of the round
+ * bounds the error (Cristian, "Probabilistic Clock Synchronization", 1989). Keep the best round. */
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
 {
     uint64_t mine = 0, all[DTRAIN_MAX_RANKS];
@@ -255,8 +254,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Send and receive from inside a wait. It costs some microseconds, so at most once a
- * millisecond. */
+/* Send and receive during a wait: at most once a millisecond, because it takes microseconds. */
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 {
     const uint64_t now = dtrain__now_ns();

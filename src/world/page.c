@@ -1,12 +1,12 @@
 /* One host, one control page
  *
- * Joined ranks that are all on one host share memory as forked ranks do. Rank 0 makes a file
- * without a name (memfd) and sends the others its address; they open the file through
- * /proc/<pid>/fd and map it at the same address, or all ranks try another address. Ranks that are
- * threads of one process use the mapping of the first of them. The kernel frees the file when the
- * last rank has ended, however it ended.
+ * If all joined ranks are on one host, they share memory as forked ranks do. Rank 0 makes a file
+ * without a name (memfd) and sends its address. The other ranks open the file through
+ * /proc/<pid>/fd and map it at the same address; if one cannot, all ranks try another address.
+ * Ranks that are threads of one process use the mapping of the first of these ranks. The kernel
+ * frees the file when the last rank has ended, however it ended.
  *
- * Only the world's all-gather is used, which is a link's or a host program's (launch/join.c). */
+ * This file needs only the world's all-gather: the link's or a host program's (launch/join.c). */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -15,11 +15,10 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept.
- * Ranks that can see each other's processes and memory have the same host name, boot and namespaces
- * of a container: a hash of these is the host. /proc hides a part from all ranks of a host or from
- * none; only want of descriptors or memory is this rank's own failure. Learn also which process
- * each rank is. */
+/* Number the hosts and the ranks of each host, unless the launcher has numbered the local ranks;
+ * note the process of each rank. Ranks that can see each other's processes and memory have the same
+ * host name, boot id and container namespaces: a hash of these identifies the host. What /proc
+ * hides, it hides from all ranks of a host; only a lack of descriptors or memory is an error. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -47,16 +46,16 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     world->mapper = world->rank;
     for (int i = 0; i < world->size; i++) {
-        const bool here = all[i].host == own.host;
-        if (here && dtrain__process_started(all[i].pid) != all[i].started)
+        const bool local = all[i].host == own.host;
+        if (local && dtrain__process_started(all[i].pid) != all[i].started)
             all[i].started = 0; /* hidden from this rank: see dtrain__look_for_lost */
         int first = 0;
         while (all[first].host != all[i].host) first++;
-        if (here && first == i) world->node = hosts;
-        local_rank += i < world->rank && here;
-        local_size += here;
+        if (local && first == i) world->node = hosts;
+        local_rank += i < world->rank && local;
+        local_size += local;
         hosts += first == i;
-        if (here && all[i].pid == own.pid && i < world->mapper) world->mapper = i;
+        if (local && all[i].pid == own.pid && i < world->mapper) world->mapper = i;
     }
     world->node_count = hosts;
     if (place->forks) local_rank = world->rank - place->rank;
@@ -66,14 +65,14 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-/* Rank 0's region; bytes = 0: it could not make one. */
+/* Rank 0's region; bytes is 0 if rank 0 could not make one. */
 typedef struct dtrain__offer {
     uint64_t address, bytes, inode;
     int32_t pid, file;
 } dtrain__offer;
 
-/* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
- * process may have its number by now. */
+/* Map rank 0's region at rank 0's address. First check that the file is rank 0's: another process
+ * can have got its pid. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
 {
     char path[64];
@@ -100,14 +99,15 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
-/* Where regions are put: far from programs, libraries and stacks, and from the shadow memory of
- * sanitizers. Other worlds of a process can be there, each process having different ones: so rank 0
- * draws one of 32 places after each. In the last attempt the kernel chooses rank 0's address. */
+/* Addresses for regions: far from programs, libraries, stacks and the shadow memory of sanitizers.
+ * Other worlds of a process can lie at these addresses, so rank 0 draws one of the 32 places that
+ * follow each address. In the last attempt the kernel chooses. */
 #define DTRAIN__PLACE_BYTES ((uintptr_t)1 << 38)
 static const uintptr_t dtrain__places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
 
-/* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
- * went wrong, "" for nothing. An error is a failure of the gathering itself. */
+/* Make one attempt with all ranks: rank 0 offers a region, the other ranks map it, and all gather
+ * the sentences of ranks that failed (world->no_region, "" if none did). Return an error only if
+ * the gathering fails. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region)
 {
@@ -122,17 +122,12 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
             dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
         if (offer.file < 0 || fstat(offer.file, &status) != 0)
             result = dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-        for (int tries = 0; result == DTRAIN_OK && !region->control; tries++) {
-            const uintptr_t drawn = dtrain__now_ns() * 0x9e3779b97f4a7c15u >> 59;
-            const uintptr_t at =
-                attempt < 5 ? dtrain__places[attempt % 3] + drawn * DTRAIN__PLACE_BYTES : 0;
+        const uintptr_t drawn = dtrain__now_ns() * 0x9e3779b97f4a7c15u >> 59;
+        const uintptr_t at =
+            attempt < 5 ? dtrain__places[attempt % 3] + drawn * DTRAIN__PLACE_BYTES : 0;
+        if (result == DTRAIN_OK)
             result = dtrain__map_region(reserve_bytes, (uint32_t)world->size, (void *)at,
                                         offer.file, region);
-            if (result != DTRAIN_OK || !at || (uintptr_t)region->control == at || tries == 16)
-                break;
-            munmap(region->control, region->bytes);
-            region->control = NULL;
-        }
         if (result == DTRAIN_OK) {
             offer.address = (uint64_t)(uintptr_t)region->control;
             offer.bytes = region->bytes;
@@ -166,8 +161,7 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     return gathered;
 }
 
-/* Unmap a joined rank's control page, its own or the shared one, of which the last rank in this
- * process takes care. */
+/* Unmap a joined rank's control page. The last rank of a process unmaps a shared page. */
 DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world)
 {
     dtrain__control *control = world->page.control;
@@ -177,9 +171,9 @@ DTRAIN__PRIVATE void dtrain__page_release(dtrain_world *world)
     world->page.control = NULL;
 }
 
-/* Make a joined rank, which has met the others, a rank like any other: find the ranks of this host,
- * and where all are on one host move from this rank's own control page to a shared one. Where no
- * address is free in every rank, ranks continue without shared memory, as on several hosts. */
+/* Find the hosts of joined ranks. If all ranks are on one host, move from this rank's private
+ * control page to a shared page. If no address is free in every rank, continue without shared
+ * memory, as on several hosts. */
 DTRAIN__PRIVATE dtrain_result dtrain__find_page(dtrain_world *world, const dtrain__placement *place,
                                                 size_t reserve_bytes)
 {

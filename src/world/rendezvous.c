@@ -1,4 +1,4 @@
-/* The rendezvous: how ranks of a launcher meet
+/* The rendezvous: how the ranks of a launcher connect
  *
  *     rank r                                           rank 0, listening
  *     hello: magic, version, layout, job,        ->
@@ -6,25 +6,25 @@
  *                                                <-    reply, at once: rank r is in, or a
  *                                                      sentence that says why not
  *
- * From then on the connection is the link's (link.c), and all ranks gather. The gathering ends when
- * the last rank has come; where one does not come, rank 0 aborts it with its own sentence.
+ * The connection then belongs to the link (link.c), and all ranks gather. The gathering ends when
+ * the last rank has connected. If a rank does not connect, rank 0 aborts with a sentence.
  *
  * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else the launcher's name of the run).
- * In a hello it covers the other fields; in a reply also the proof of the hello that is answered.
- * So both ends know that they belong to one run, and the key itself is never sent.
+ * The proof of a hello covers its other fields. The proof of a reply also covers the proof of the
+ * hello. So both ends know that they belong to one run, and the key itself is never sent.
  *
- * This is defended against:
- * - Strangers: a port scanner, a web browser, a rank of another run, a user who does not know the
- *   key. They are turned away, and rank 0 continues to wait: a stranger must not end the run.
- * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending ones at
- *   a time, and a further one replaces the oldest.
- * - Another job at the port, where neither has a key: its ranks have another desc.job, and are
- *   turned away while the right ones come.
+ * The rendezvous handles:
+ * - Strangers: a port scanner, a web browser, a rank of another run, a user without the key. Rank 0
+ *   refuses them and continues to wait: a stranger must not end the run.
+ * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending
+ *   connections at a time, and a further one replaces the oldest.
+ * - Another job at the port, if neither job has a key: its ranks have another desc.job. Rank 0
+ *   refuses them while its own ranks connect.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
- * It does not protect from a reader of the traffic: nothing is encrypted, and a recorded hello is
- * as good as the key. The network must keep such readers away. */
+ * The traffic is not encrypted, and a recorded hello is as good as the key. The network must keep
+ * readers away. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -40,12 +40,11 @@
 #ifndef POLLRDHUP /* Linux has it; libc shows it where _GNU_SOURCE came first */
 #define POLLRDHUP 0x2000
 #endif
-#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
-#define DTRAIN__REFUSAL_NS \
-    3000000000u /* after a failure, send it so long to ranks that come late */
+#define DTRAIN__ANSWER_NS 10000000000u  /* limit of a connect and its reply */
+#define DTRAIN__PATIENCE_NS 5000000000u /* how long to wait for another run at the port to end */
+#define DTRAIN__REFUSAL_NS 3000000000u  /* how long a failed rank 0 answers ranks that come late */
 #define DTRAIN__REPLY_OTHER_JOB 1
-#define DTRAIN__OTHER_JOB_NS 10000000000u /* prefer ranks of this job so long: other_job */
+#define DTRAIN__OTHER_JOB_NS 10000000000u /* how long to prefer ranks of this job: other_job */
 
 typedef struct dtrain__hello {
     uint32_t magic;
@@ -61,7 +60,7 @@ typedef struct dtrain__reply {
     uint64_t proof;
 } dtrain__reply;
 
-/* A connection that rank 0 has accepted and that has not sent its whole hello. */
+/* A connection that rank 0 has accepted, before its hello is complete. */
 typedef struct dtrain__pending {
     int socket; /* -1: none */
     size_t got;
@@ -73,13 +72,13 @@ typedef struct dtrain__rendezvous {
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
     char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
-    uint64_t other_ns; /* rank 0: when a rank of another job first called */
-    bool stranger;     /* other ranks: rank 0 of another run has answered ... */
-    uint64_t until_ns; /* ... and so long it may be about to end */
+    uint64_t other_ns; /* rank 0: time of the first hello from another job; 0: none */
+    bool stranger;     /* other ranks: rank 0 of another run has answered */
+    uint64_t until_ns; /* after `stranger`: time until which the other run can still end */
 
     /* Rank 0. */
     int listener;
-    int came;                                      /* ranks whose hello has been answered */
+    int came;                                      /* number of ranks that got a reply */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* connection n is at n % PENDING_MOST */
     uint32_t accepted;                             /* connections so far */
     bool answered[DTRAIN_MAX_RANKS];
@@ -95,7 +94,7 @@ static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, c
     return dtrain__siphash(chain, message, bytes - sizeof(uint64_t));
 }
 
-/* Hash the sizes of the structs that ranks share in memory or send: they must be equal. */
+/* Hash the sizes of the structs that ranks share in memory or send. They must be equal. */
 DTRAIN__PRIVATE uint64_t dtrain__shared_sizes(void)
 {
     const uint64_t none[2] = {0, 0};
@@ -120,13 +119,13 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Say whether it has failed: then the control page has the abort, which is the result of all. */
+/* Return true after a failure: the abort in the control page is the result of all ranks. */
 static bool dtrain__meet_failed(const dtrain__rendezvous *r)
 {
     return dtrain__load(&r->world->control->aborted.state) == 2;
 }
 
-/* Log every 10 s what is missing, or abort with it when it is too late. */
+/* Log every 10 s which ranks are missing; abort with that sentence if `late` is an error. */
 static void dtrain__meet_missing(dtrain__rendezvous *r, dtrain_result late, const char *text)
 {
     if (late != DTRAIN_OK) dtrain_world_abort(r->world, late, text);
@@ -136,9 +135,8 @@ static void dtrain__meet_missing(dtrain__rendezvous *r, dtrain_result late, cons
     }
 }
 
-/* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
- * 30 s, by keepalive (10 s of silence, then 4 probes 5 s apart) or by data that nobody
- * acknowledges. */
+/* Set the options of a socket. Small frames are sent at once. A lost host is noticed within 30 s:
+ * by keepalive (10 s of silence, then 4 probes 5 s apart) or by unacknowledged data. */
 static void dtrain__socket_tune(int socket)
 {
     static const int options[][2] = {{TCP_NODELAY, 1},
@@ -154,7 +152,7 @@ static void dtrain__socket_tune(int socket)
         setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
-/* Send a message that fits in the kernel's buffer; false when the connection is broken. */
+/* Send a message that fits in the kernel's buffer; false if the connection is broken. */
 static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 {
     size_t sent = 0;
@@ -169,8 +167,8 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
- * rank 0's address is a loopback one, which only this host can reach, listen only there. */
+/* Listen at all addresses of this host, with one socket for IPv6 and IPv4 if both exist. If rank
+ * 0's address is a loopback address, listen only there. */
 static bool dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
@@ -207,7 +205,7 @@ static bool dtrain__listen(dtrain__rendezvous *r)
     return false;
 }
 
-/* Answer the hello that had this proof; false when the connection is broken. */
+/* Answer the hello with this proof; false if the connection is broken. */
 static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
                              int result, const char *why)
 {
@@ -233,9 +231,9 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     dtrain__socket_close(&pending->socket);
 }
 
-/* Turn away a rank of another job, which has no key to be told from it by. Where nobody else comes
- * in its place for OTHER_JOB_NS, it is taken for one of this job that was set differently, and let
- * in: the programs compare what they were told, and can say what differs. */
+/* Refuse a rank of another job when no key tells the jobs apart. If no rank of this job connects in
+ * its place within OTHER_JOB_NS, let it in: it is a rank of this job with other settings, and the
+ * programs compare their settings and can say which one differs. */
 static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     const dtrain__hello *hello = &pending->hello;
@@ -255,8 +253,8 @@ static bool dtrain__other_job(dtrain__rendezvous *r, dtrain__pending *pending)
     return true;
 }
 
-/* Read more of a pending connection. When its hello is complete and of this run, reply, and make
- * the connection that of its rank. */
+/* Read more of a pending connection. When its hello is complete and belongs to this run, reply and
+ * hand the connection to the link. */
 static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     dtrain__hello *hello = &pending->hello;
@@ -277,7 +275,7 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
     if (dtrain__other_job(r, pending)) return;
-    /* a rank that knows the key and contradicts this one ends the run */
+    /* A rank that knows the key and contradicts this rank ends the run. */
     const dtrain__hello own = dtrain__hello_make(r);
     const int rank = hello->rank;
     dtrain__connection *end = rank >= 0 && rank < own.size ? &r->world->link->ends[rank] : NULL;
@@ -301,7 +299,7 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, failed ? why->code : 0,
                                        failed ? why->text : "");
     if (sent && end && rank && !r->answered[rank]) {
-        r->came++; /* a rank that got no reply calls again */
+        r->came++; /* a rank that got no reply connects again */
         r->answered[rank] = true;
     }
     if (!sent || failed) {
@@ -313,10 +311,10 @@ static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending
     pending->socket = -1;
 }
 
-/* Wait up to 0.1 s for connections and hellos, and handle them. What a rank that has come sends is
- * read when all have come; until then only the end of its connection is of interest. A new
- * connection replaces the oldest pending one: ranks send their hello at once, so that one is a
- * stranger. Log every 10 s which ranks are missing, and fail when the deadline has passed. */
+/* Wait up to 0.1 s for connections and hellos, and handle them. The link reads the frames of a rank
+ * when all ranks have come; until then rank 0 only watches for the end of the connection. A new
+ * connection replaces the oldest pending one, which must be a stranger: ranks send their hello at
+ * once. Log every 10 s which ranks are missing, and fail after the deadline. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -373,7 +371,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     dtrain__meet_missing(r, now >= r->deadline_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK, text);
 }
 
-/* Wait for all ranks. After a failure abort, and reply it to late ranks for REFUSAL_NS. */
+/* Wait for all ranks. After a failure, reply it to ranks that come late, for at most REFUSAL_NS. */
 static void dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
@@ -389,12 +387,11 @@ static void dtrain__host_world(dtrain__rendezvous *r)
     }
     if (!dtrain__listen(r)) return;
     if (!r->place->named)
-        dtrain_log(
-            r->world, DTRAIN_LOG_INFO,
-            "this run has neither DTRAIN_JOB_KEY nor a name of its launcher's: at %s port %u "
-            "%s tells it from another job",
-            r->place->address, r->place->port,
-            r->place->job ? "only what it was told to train" : "nothing");
+        dtrain_log(r->world, DTRAIN_LOG_INFO,
+                   "this run has neither DTRAIN_JOB_KEY nor a name of its launcher's: at %s port "
+                   "%u %s tells it from another job",
+                   r->place->address, r->place->port,
+                   r->place->job ? "only what it was told to train" : "nothing");
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
     while (r->came < others && !dtrain__meet_failed(r)) dtrain__meet_round(r);
     const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
@@ -406,7 +403,7 @@ static void dtrain__host_world(dtrain__rendezvous *r)
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* Note why a call to rank 0 failed; a later call may succeed. An answer of another run is kept:
+/* Note why a call to rank 0 failed; a later call can succeed. Keep the answer of another run: a
  * later "connection refused" would hide the better reason. */
 DTRAIN__PRINTF(2, 3)
 static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
@@ -419,8 +416,8 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. False when
- * another call may succeed. */
+/* Connect to rank 0 at one of its addresses, send the hello, and wait for the reply. Return false
+ * if another call can succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
@@ -472,8 +469,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     return true;
 }
 
-/* Call rank 0 at all its addresses until one call has a result. Rank 0 may not have started yet,
- * and another run may still listen at its port. */
+/* Call rank 0 at all its addresses until a call has a result: rank 0 can start later, and another
+ * run can still listen at the port. */
 static void dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
@@ -506,10 +503,9 @@ static void dtrain__join_world(dtrain__rendezvous *r)
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: make this rank's control page and
- * its link, with connections. Then gather until all have come; rank 0 has the better sentence, so
- * the others wait a little longer than it does. An abort is the result of every rank, with its code
- * and its sentence. */
+/* Connect all ranks of a world that another launcher has started: make this rank's control page,
+ * link and connections. Then gather until all ranks have come. Rank 0 has the best sentence, so the
+ * other ranks wait 2 s longer. An abort's code and sentence are the result of every rank. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     const uint64_t timeout_ns = world->timeout_ns;

@@ -1,17 +1,17 @@
 /* Requests to stop
  *
- * A scheduler that needs the machine sends SIGTERM, and some send SIGUSR1 some time before; a user
- * sends SIGINT; a terminal that is closed sends SIGHUP. With catch_signals (launch/launch.h) a
- * handler notes the signal, and nothing else, because it may interrupt anything: a wait of this
- * library, a checkpoint that is being written.
+ * A scheduler that needs the machine sends SIGTERM, and some schedulers send SIGUSR1 before that. A
+ * user sends SIGINT, and a terminal that closes sends SIGHUP. With catch_signals (launch/launch.h)
+ * a handler only notes the signal, because it can interrupt anything: a wait of this library, or a
+ * checkpoint that is being written.
  *
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1 --> noted --> stop_requested of this rank --> the ranks
  *                                     exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
  *     SIGUSR2            --> counted; the next wait or call writes a dump (comm/flight.c)
  *
- * A handler is passed only a number, so what it notes belongs to the process: the one mutable state
- * of this library that is no world's. */
+ * A handler gets only a number, so its notes belong to the process. They are the only mutable state
+ * of this library outside of a world. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -20,16 +20,16 @@
 #include "world/world_internal.h"
 
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
-static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
-static uint64_t dtrain__stop_ns;      /* atomic: when the first one but SIGUSR1 came; 0: none did */
-static uint32_t dtrain__dump_signals; /* atomic: how many SIGUSR2 came */
+static int dtrain__signal_seen;        /* atomic: the first signal, 0 = none */
+static uint64_t dtrain__stop_ns;       /* atomic: time of the first signal but SIGUSR1; 0: none */
+static uint32_t dtrain__dump_signals;  /* atomic: number of SIGUSR2 */
 static const int dtrain__caught_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
 enum { DTRAIN__CAUGHT = sizeof dtrain__caught_signals / sizeof dtrain__caught_signals[0] };
-static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's actions ... */
-static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... for those that are caught */
+static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's actions */
+static bool dtrain__caught[DTRAIN__CAUGHT];            /* true if the handler is installed */
 
-/* Note a signal. A second request to stop restores the default action and raises the signal again;
- * it is blocked in the handler, so it ends the process when the handler returns. All calls are
+/* Note a signal. A second request to stop restores the default action and raises the signal again,
+ * which ends the process when the handler returns: the signal is blocked until then. All calls are
  * async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
@@ -49,15 +49,15 @@ static void dtrain__on_signal(int number)
     errno = error;
 }
 
-/* Say whether SIGHUP is ignored, as under nohup: it then stays ignored. */
+/* Return true if SIGHUP is ignored, as under nohup: it then stays ignored. */
 DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
 {
     struct sigaction found;
     return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
-/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; then set this thread's
- * mask to `mask` without these signals: in this order a pending signal is caught. */
+/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2. Then set this thread's
+ * mask to `mask` without these signals: the handler gets a signal that is pending. */
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
 {
     struct sigaction action;
@@ -78,7 +78,7 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t mask)
     pthread_sigmask(SIG_SETMASK, &mask, NULL);
 }
 
-/* Begin to catch signals in a process that outlives its ranks: one run at a time. */
+/* Begin to catch signals in a process that outlives its ranks, for one run at a time. */
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t mask)
 {
     uint32_t none = 0;
@@ -99,7 +99,7 @@ DTRAIN__PRIVATE void dtrain__signals_end(void)
     dtrain__store(&dtrain__signals_taken, 0u);
 }
 
-/* Return how many flight records have been asked for by signals. */
+/* Return the number of dumps that signals have requested. */
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain__dump_signals); }
 
 /* Return the signal that this process has caught, 0 for none. */

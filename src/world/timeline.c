@@ -4,32 +4,32 @@
  *     calls: collectives, messages -----+--> ring of events -+--> a trace file      monitor/trace.c
  *     spans of other threads -----------+                    +--> a dump            comm/flight.c
  *
- * Each place that does something worth knowing records it by one call, and all that is shown is
- * read from the same record. A ring in private memory is made with the world; recording takes no
- * lock, allocates nothing and makes no system call. Only the thread of rank_main records: threads
- * that write checkpoints and read data ahead note their times where they leave their results.
+ * One call records a span or a collective; traces, dumps and sums of time read these records. The
+ * ring lies in private memory and is made with the world. Recording takes no lock, allocates
+ * nothing and makes no system call. Only the thread of rank_main records: threads that write
+ * checkpoints or read data ahead store their times with their results.
  *
- * Open spans are a stack, and each kind has a sum. Each reading of the clock moves the time since
- * the reading before to the kind that is on top:
+ * Open spans are a stack, and each kind has a sum. Each reading of the clock adds the time since
+ * the previous reading to the kind of the innermost span:
  *
  *     readings      0       3     5        9    10
  *     stack         forward comm  (end)    backward
  *     counts to     other 0 fwd 3 comm 2   fwd 4
  *
- * So every nanosecond counts once. A function marks the depth when it opens a span, and closes down
- * to that mark: this also closes what a callback of the host, or an early return, has left open. A
- * span is recorded when it ends, and only while there is a trace.
+ * So every nanosecond counts once. A function that opens a span marks the depth, and closes all
+ * spans down to that mark: also spans that a callback of the host or an early return left open. A
+ * span is recorded at its end, and only for a trace.
  *
- * A call is recorded from its begin on, trace or not: a rank that hangs is in one. It is queued and
- * started when calls and waits last read the clock, which they do anyway.
+ * A call is recorded at its begin, with or without a trace: a rank that hangs is in a call. The
+ * times of queued and started calls are the last reading of the clock by a call or wait.
  *
  *     dtrain__run: queued     engine: started     engine, wait or test: done
  *          |                                                       |
  *          +-- enter -- wait_poll: beat, every 10 us or so -- leave -+
  *
- * The control page has the pulse of each rank for the others: its last call, and when it was last
- * inside the library. So the dumps of ranks that wait say where a rank stands that hangs, is
- * stopped or dead and dumps nothing. Ranks of several hosts share no memory and see no pulse. */
+ * The control page has the pulse of each rank: its last call, and when it was last inside the
+ * library. So the dumps of waiting ranks show the position of a rank that dumps nothing because it
+ * hangs, is stopped or is dead. Ranks of several hosts share no memory and see no pulse. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -44,10 +44,10 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.75 MiB */
+#define DTRAIN__TRACE_EVENTS 8192u /* default number of unwritten events: 1.75 MiB */
 
-/* Make the ring. Its room is a power of two: finding an event then takes no division. With a trace
- * it also holds the events that are not yet written. */
+/* Make the ring. Its room is a power of two, so finding an event takes no division. With a trace
+ * the ring also holds unwritten events. */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       const char *dump_directory,
                                                       const dtrain_trace_desc *trace,
@@ -79,7 +79,7 @@ DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world)
 
 /* ---- Events -----------------------------------------------------------------------------------*/
 
-/* Find an event; NULL when newer ones have taken its place. */
+/* Find an event; NULL if a newer event has replaced it. */
 DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -87,7 +87,7 @@ DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint6
     return &ring->events[number & (ring->room - 1)];
 }
 
-/* Take the place of the next event. */
+/* Return the place of the next event. */
 static dtrain__event *dtrain__event_next(dtrain_world *world)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -103,7 +103,7 @@ static void dtrain__event_names(dtrain__event *event, const char *name, const ch
     dtrain__name_cut(event->name + used, DTRAIN__EVENT_NAME - used, of);
 }
 
-/* Count the time since the last reading of the clock to the kind that was on top. */
+/* Add the time since the last reading of the clock to the kind of the innermost span. */
 static void dtrain__tick(dtrain_world *world, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
@@ -113,8 +113,8 @@ static void dtrain__tick(dtrain_world *world, uint64_t now)
 
 /* ---- Spans ------------------------------------------------------------------------------------*/
 
-/* Open a span at a time that the clock was read anyway, and return the mark that closes it. Waits
- * for other ranks inside a checkpoint are part of the checkpoint. */
+/* Open a span at the time `now`, and return the mark that closes it. Waits for other ranks during a
+ * checkpoint count as checkpoint. */
 static uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
                                       int64_t number, uint64_t now)
 {
@@ -136,7 +136,7 @@ static uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const 
     return mark;
 }
 
-/* Close all spans from a mark on. */
+/* Close all spans down to a mark. */
 static void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
@@ -152,7 +152,7 @@ static void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now
     if (timeline->depth == 0 && timeline->traced) timeline->reader->pause(world, now);
 }
 
-/* Open a span now; in a tape without a world, nothing happens. */
+/* Open a span now; do nothing without a world (a tape can have none). */
 DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
                                             int64_t number)
 {
@@ -164,14 +164,14 @@ DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
     if (world && mark != DTRAIN__NO_SPAN) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
-/* Say what a span works on; text must live until the span is closed. */
+/* Set what a span works on; text must live until the span is closed. */
 DTRAIN__PRIVATE void dtrain__span_of(dtrain_world *world, uint32_t mark, const char *text)
 {
     if (world && mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
 }
 
-/* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
- * trace do nothing: the clock is not read, then and at the end. */
+/* Open a span that only a trace shows. Its kind is that of the span around it. Without a trace,
+ * neither its begin nor its end reads the clock. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text)
 {
@@ -181,7 +181,7 @@ DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *n
     return mark;
 }
 
-/* Record a span that is over, for the trace. */
+/* Record a span that has ended, for the trace. */
 DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
                                       const char *name, const char *text, int64_t number,
                                       uint64_t begin_ns, uint64_t end_ns)
@@ -197,7 +197,7 @@ DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint3
     dtrain__event_names(event, name, text);
 }
 
-/* Return the seconds that this rank has spent in a kind since its world was made. */
+/* Return the seconds that this rank has spent in spans of a kind since its world was made. */
 DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_span_kind kind)
 {
     const dtrain__timeline *timeline = &world->timeline;
@@ -208,8 +208,8 @@ DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_sp
 
 /* ---- Calls ------------------------------------------------------------------------------------*/
 
-/* Name who makes the next call of this rank, right before it. The call copies `part` and `name`,
- * which may be NULL. */
+/* Label this rank's next call, immediately before it. The call copies `part` and `name`; both can
+ * be NULL. */
 DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, int64_t number,
                                         const char *name)
 {
@@ -220,7 +220,7 @@ DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, i
     ring->part_number = number;
 }
 
-/* Record a call, show it to the other ranks, and return the number of its event. */
+/* Record a call in the ring and in this rank's pulse, and return the number of its event. */
 DTRAIN__PRIVATE uint64_t dtrain__call_queued(dtrain_world *world, const dtrain__comm_call *call)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -251,8 +251,8 @@ DTRAIN__PRIVATE void dtrain__call_started(const dtrain_world *world, uint64_t nu
     event->started_ns = world->timeline.since_ns;
 }
 
-/* Record that a call is done. The engine says so at once, dtrain_work_wait and dtrain_work_test for
- * every backend: the first one counts. */
+/* Record that a call is done. The engine records it at once, dtrain_work_wait and dtrain_work_test
+ * record it for every backend: the first record counts. */
 DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 {
     dtrain__event *event = dtrain__event_at(world, number);
@@ -267,7 +267,7 @@ DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 
 /* ---- Signs of life ----------------------------------------------------------------------------*/
 
-/* Write a dump, if the launch desc says where. */
+/* Write a dump, if the launch desc names a directory. */
 static void dtrain__dump_now(dtrain_world *world)
 {
     const dtrain__ring *ring = world->timeline.ring;
@@ -275,7 +275,7 @@ static void dtrain__dump_now(dtrain_world *world)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
 }
 
-/* Show that this rank is inside the library, and dump if a signal has asked for it. */
+/* Update the time in this rank's pulse, and dump if a signal has requested it. */
 DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -288,7 +288,7 @@ DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
     if (world->catches && ring->code == DTRAIN_OK) dtrain__dump_now(world);
 }
 
-/* Enter a public call that may wait for other ranks, and return the time. */
+/* Enter a public call that can wait for other ranks, and return the time. */
 DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
 {
     const uint64_t now = dtrain__now_ns();
@@ -299,7 +299,7 @@ DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
     return now;
 }
 
-/* Leave it, and return the time. Its span is the innermost one: nothing below leaves one open. */
+/* Leave that call, and return the time. Its span is the innermost: the library leaves none open. */
 DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result)
 {
     const uint64_t now = dtrain__now_ns();
@@ -312,8 +312,8 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
     return now;
 }
 
-/* Note the first failure of this rank, which has left its sentence as the last error, and dump if
- * the launch desc says where: later failures are consequences. Leave the last error as it was. */
+/* Note the first failure of this rank, whose sentence is the last error, and write a dump if the
+ * launch desc names a directory. Later failures are consequences. The last error stays the same. */
 DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
 {
     dtrain__ring *ring = world->timeline.ring;
@@ -348,7 +348,7 @@ DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
     out->used = 0;
 }
 
-/* Append a piece of at most DTRAIN__WRITER_PIECE bytes. */
+/* Append at most DTRAIN__WRITER_PIECE bytes. */
 DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format, ...)
 {
     va_list args;
@@ -358,7 +358,7 @@ DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format,
     va_end(args);
 }
 
-/* Append a member that is a string; control characters and what is not UTF-8 become '?'. */
+/* Append a string member. Control characters and bytes that are not UTF-8 become '?'. */
 DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
     char shown[DTRAIN__ERROR_BYTES];
@@ -372,7 +372,7 @@ DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name
     dtrain__writer_add(out, "\"");
 }
 
-/* Append what a call was, and who made it, as traces and dumps both have it. */
+/* Append the members of a call that traces and dumps have in common. */
 DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event)
 {
     static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};

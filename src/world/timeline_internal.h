@@ -1,4 +1,4 @@
-/* The events of a rank as the library records and reads them: see world/timeline.c. */
+/* The events of a rank, see world/timeline.c. */
 
 #pragma once
 
@@ -8,79 +8,78 @@
 #include "world/timeline.h"
 #include "world/world.h"
 
-#define DTRAIN__SPAN_DEPTH 32u /* deeper spans count to the span that they are in */
+#define DTRAIN__SPAN_DEPTH 32u /* a deeper span counts to the span around it */
 #define DTRAIN__UNNUMBERED INT64_MIN
 #define DTRAIN__NO_SPAN UINT32_MAX
-#define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48, the rest */
-#define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; without a trace, all of the ring */
-#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name, its 0 included */
-#define DTRAIN__TRACE_LANES 32u     /* tracks for calls that are in flight at once */
-#define DTRAIN__TRACE_TRACKS 128u   /* numbers of tracks are smaller */
+#define DTRAIN__EVENT_NAME 130      /* bytes of both names of an event: 48 and the rest */
+#define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; the ring's room without a trace */
+#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name with its 0 */
+#define DTRAIN__TRACE_LANES 32u     /* tracks for concurrent calls */
+#define DTRAIN__TRACE_TRACKS 128u   /* limit of track numbers */
 
-/* Rows of a rank in a trace. Events of one row lie inside of each other or apart. */
+/* Rows of a rank in a trace. Events of one row nest or do not overlap. */
 enum {
     DTRAIN__TRACK_RANK = 1,    /* spans of the thread of rank_main */
-    DTRAIN__TRACK_CALL = 2,    /* collectives and messages: the first of the lanes */
-    DTRAIN__TRACK_TENSOR = 26, /* of them, those of a mesh's tensor axis */
+    DTRAIN__TRACK_CALL = 2,    /* first lane of collectives and messages */
+    DTRAIN__TRACK_TENSOR = 26, /* first lane of a mesh's tensor axis */
     DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_CALL + DTRAIN__TRACE_LANES, /* the writing thread */
-    DTRAIN__TRACK_READ /* batches that are read ahead: a row for each place of the ring */
+    DTRAIN__TRACK_READ /* batches read ahead: one row for each place of the loader's ring */
 };
 
 enum { DTRAIN__CALL_QUEUED, DTRAIN__CALL_STARTED, DTRAIN__CALL_DONE, DTRAIN__CALL_FAILED };
 
-/* A collective or a message, as the rank has called it. */
+/* A collective or a message. */
 typedef struct dtrain__comm_call {
-    const char *kind;    /* "all-reduce", a literal; NULL: the event is a span */
-    uint64_t sequence;   /* in its communicator, from 1; messages: 0 */
+    const char *kind;    /* "all-reduce", a literal; NULL if the event is a span */
+    uint64_t sequence;   /* number in its communicator, from 1; 0 for a message */
     uint64_t count;      /* elements */
     int64_t comm;        /* number of the communicator; -1: dtrain_world_all_gather */
-    int32_t first, size; /* its first rank in the world: groups of one split share a number */
+    int32_t first, size; /* first: its first rank in the world; groups of a split share `comm` */
     int32_t root;
     uint8_t dtype, op;
-    const char *axis; /* of the mesh that the communicator goes along, a literal; or NULL */
+    const char *axis; /* the communicator's axis of a mesh, a literal; or NULL */
 } dtrain__comm_call;
 
-/* A span that is over, or a call from its begin on. It points to nothing but literals: who gave a
- * name may be gone when the event is read. */
+/* A span that has ended, or a call. Its pointers are literals: other strings can be freed before
+ * the event is read. */
 typedef struct dtrain__event {
     uint64_t begin_ns, started_ns, end_ns; /* 0: not yet; started: other ranks can see the call */
     int64_t number;                        /* of a step, unit, bucket, ...; or DTRAIN__UNNUMBERED */
     dtrain__comm_call call;
     uint32_t track;
-    uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
-    char name[DTRAIN__EVENT_NAME]; /* two strings: a span's name or who made the call; and after its
-                                      0 the parameter or stage that this works on, or "" */
+    uint8_t kind, state;           /* dtrain_span_kind; state of a call: DTRAIN__CALL_QUEUED, ... */
+    char name[DTRAIN__EVENT_NAME]; /* two strings: the span's name or the call's label, and the
+                                      parameter or stage that it works on, or "" */
 } dtrain__event;
 
-/* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
+/* Write a dump of this rank into a directory, see comm/flight.c. */
 typedef dtrain_result (*dtrain__dump_fn)(const dtrain_world *world, const char *directory);
 
-/* The newest events; number n, from 1, is at n % room. */
+/* The newest events; event n, from 1, is at n % room. */
 typedef struct dtrain__ring {
     uint64_t count, room;
-    uint32_t asked;               /* requests to dump that had come when last checked */
+    uint32_t asked;               /* number of requests to dump at the last check */
     const char *part, *part_name; /* label of the next call */
     int64_t part_number;
-    dtrain_result code; /* the first failure; DTRAIN_OK: none */
+    dtrain_result code; /* of the first failure; DTRAIN_OK: none */
     char error[DTRAIN__ERROR_BYTES];
     dtrain__dump_fn dump;
-    char directory[DTRAIN__FLIGHT_PATH]; /* of dumps; "": none are written */
+    char directory[DTRAIN__FLIGHT_PATH]; /* of dumps; "" for none */
     dtrain__event events[1];             /* (room) */
 } dtrain__ring;
 
-/* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
     const char *name, *text; /* text: the parameter or stage that it works on; or NULL */
     int64_t number;
-    bool ranged;          /* the device's profiler has it, too */
-    uint32_t kind, outer; /* its kind, and that of the span around it */
+    bool ranged;          /* true if the device's profiler has a range for it */
+    uint32_t kind, outer; /* outer: kind of the span around it */
 } dtrain__open_span;
 
-/* Who reads events before newer ones take their place: a trace (monitor/trace.c). The rank's own
- * thread calls its functions. */
+/* The reader of events before newer events replace them: a trace (monitor/trace.c). The rank's own
+ * thread calls these functions. */
 typedef struct dtrain__event_reader {
-    void (*room)(dtrain_world *world);                  /* one more event comes */
+    void (*room)(dtrain_world *world);                  /* before a new event */
     void (*late)(dtrain_world *world, uint64_t number); /* a call is done */
     void (*pause)(dtrain_world *world, uint64_t now);   /* no span is open */
     void (*step)(dtrain_world *world, int64_t step);    /* a trainer begins a step */
@@ -88,8 +87,8 @@ typedef struct dtrain__event_reader {
 } dtrain__event_reader;
 
 #if DTRAIN__MONITOR
-/* Open a trace and make it the reader of this rank's events. Ring 4 has the function; a launch
- * without that ring refuses traces (launch/rank.c). */
+/* Open a trace and make it the reader of this rank's events. Ring 4 has this function; without that
+ * ring, launch/rank.c refuses traces. */
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc);
 #endif
@@ -97,25 +96,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
 /* Only the thread of rank_main uses it. */
 typedef struct dtrain__timeline {
     uint64_t spent_ns[DTRAIN_SPAN_KINDS];
-    uint64_t since_ns;  /* the last reading of the clock: spent_ns is complete up to it */
+    uint64_t since_ns;  /* last reading of the clock; spent_ns includes the time until then */
     uint32_t kind;      /* of the innermost open span */
-    uint32_t depth;     /* spans that are open */
-    bool traced;        /* spans are recorded, and events go to the reader */
+    uint32_t depth;     /* number of open spans */
+    bool traced;        /* true if spans are recorded and events go to the reader */
     dtrain__ring *ring; /* NULL in a world that only counts */
-    const dtrain__event_reader *reader; /* NULL: no trace is asked for */
-    struct dtrain__trace *trace;        /* the reader's own */
+    const dtrain__event_reader *reader; /* NULL without a trace */
+    struct dtrain__trace *trace;        /* data of the reader */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
-/* JSON on its way to a file. */
+/* A buffered writer of JSON. */
 typedef struct dtrain__writer {
-    int file, error; /* errno of the first write that failed: nothing is written after it */
+    int file, error; /* error: errno of the first failed write, which is the last write */
     size_t used, room;
     uint64_t bytes; /* written */
     char *text;     /* (room) */
 } dtrain__writer;
 
-#define DTRAIN__WRITER_PIECE 1024u /* of one dtrain__writer_add, at most */
+#define DTRAIN__WRITER_PIECE 1024u /* most bytes of one dtrain__writer_add */
 
 /* world/timeline.c */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,

@@ -1,29 +1,29 @@
 /* World
  *
- * Three roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
- * start; or others have started them, and they first have to find each other:
+ * There are three ways to a world. Ranks that dtrain_launch forks share memory from the start.
+ * Ranks that something else has started must first find each other:
  *
  *     forked    launch/launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
  *     joined    launch/environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed
  *               hash --> link.c: control pages in step --> page.c: on one host, shared region
  *     guests    launch/join.c: the host's all-gather --> page.c
  *
- * In all, launch/rank.c makes a rank's world and ends it.
+ * In each case launch/rank.c makes and ends a rank's world.
  *
- * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
- * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
- * it at the same address, so pointers into it can be handed around:
+ * Forked ranks share only one anonymous mapping, made before the first fork. It has no name, so
+ * nothing can be left over and /dev/shm's size does not matter. Every rank sees it at the same
+ * address, so ranks can exchange pointers into it:
  *
  *     | control: first failure, how each rank ended | arena of rank 0 | ... | arena of rank N-1 |
  *
- * Pages are committed when touched. Each rank hands out its own arena and keeps the book in private
- * memory: no lock is shared, so no rank can die holding one.
+ * Pages are committed when touched. Each rank allocates from its own arena and keeps the list of
+ * allocations in private memory: no lock is shared, so no rank can die while it holds one.
  *
- * The launcher installs no signal handler (a rank does if it is asked to: signals.c). It blocks
- * SIGCHLD and the signals it forwards and sleeps in sigtimedwait; a rank's death is in the control
- * page some 100 us after it happened, where the waiting ranks see it. Invariant: whatever happens,
- * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
- * started again (launch/restart.c). */
+ * The launcher installs no signal handler (ranks do with catch_signals, see signals.c). It blocks
+ * SIGCHLD and the signals that it forwards, and sleeps in sigtimedwait. Some 100 us after a rank
+ * died, the control page has its exit record, and waiting ranks see it. Invariant: every rank that
+ * was started has been reaped before dtrain_launch returns or starts ranks again
+ * (launch/restart.c). */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -60,8 +60,8 @@ DTRAIN__PRIVATE void dtrain__world_info(const dtrain_world *world, dtrain_world_
     info->restart_count = world->restart_count;
     info->guest = world->guest != NULL;
     info->comm_given = world->comm_given;
-    /* the control page has the signal, too: a run that was asked to stop is not restarted, and the
-     * launcher has not seen a signal that was sent to only one rank */
+    /* Store the signal in the control page: a run that was asked to stop is not restarted, and the
+     * launcher does not see a signal that was sent to one rank. */
     const int signal = world->catches ? dtrain__signal_caught() : 0;
     if (signal && *world->mine) dtrain__store(&world->control->caught, signal);
     info->stop_requested = signal != 0;

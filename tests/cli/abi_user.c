@@ -175,7 +175,8 @@ int main(int count, char **args)
         if (broken.bytes[i] == sizeof(dtrain_param)) broken.bytes[i] += 8;
     DESC(dtrain_launch_desc, launch);
     MARKED(dtrain_launch_info, end);
-    launch.it.rank_count = 2, launch.it.timeout_ms = 30000, launch.it.log_level = DTRAIN_LOG_ERROR;
+    launch.it.rank_count = 2, launch.it.timeout_ms = 30000,
+    launch.it.options.log_level = DTRAIN_LOG_ERROR;
     launch.it.abi = !strcmp(abi, "null") ? NULL : *abi ? &broken : &dtrain_header_abi;
     SET(launch);
     const dtrain_result result = dtrain_launch(&launch.it, train, &own, &end.it);

@@ -25,10 +25,38 @@ done
 grep -q '"one batch"' "$tmp/uneven.rank4.json"
 result "uneven: a span of its own is in the trace" $?
 bad "uneven, ranks that are no number" "usage: uneven" "$build/uneven" two
-good "prometheus" "^300 steps, loss 0\.0[56][0-9]+, perplexity 1\.0[56][0-9]+: $tmp/example.prom$" "$build/prometheus" "$tmp/example.prom"
-grep -q '^dtrain_perplexity{run="prometheus"} 1\.0[56]' "$tmp/example.prom" && grep -q '^dtrain_finished{run="prometheus"} 1$' "$tmp/example.prom"
-result "prometheus: a figure that the program adds is in the file" $? "$tmp/example.prom"
-bad "prometheus, a file that node_exporter does not read" "does not end in .prom" "$build/prometheus" "$tmp/example.txt"
+good "monitoring" "^300 steps, loss 0\.0[56][0-9]+, perplexity 1\.0[56][0-9]+$" "$build/monitoring" "$tmp/example.prom" "$tmp/board"
+grep -q '^dtrain_perplexity{run="monitoring"} 1\.0[56]' "$tmp/example.prom" && grep -q '^dtrain_finished{run="monitoring"} 1$' "$tmp/example.prom"
+result "monitoring: a figure that the program adds is in the file for Prometheus" $? "$tmp/example.prom"
+grep -q -a perplexity "$tmp"/board/events.out.tfevents.*
+result "monitoring: and in the events for TensorBoard" $? "$tmp/out"
+bad "monitoring, a file that node_exporter does not read" "does not end in .prom" "$build/monitoring" "$tmp/example.txt" "$tmp/board"
+good "own_figure" "^step 300: loss 0\.05[0-9]+, perplexity 1\.0[56][0-9]$" "$build/own_figure" "$tmp/own_figure.jsonl" "$tmp/own_figure"
+[ "$(grep -c '^{"step": .*, "perplexity": [12][0-9.]*}$' "$tmp/own_figure.jsonl")" -eq 300 ] && grep -q -a 'added/perplexity' "$tmp/own_figure"/events*
+result "own_figure: the figure is in JSON and in TensorBoard" $? "$tmp/own_figure.jsonl"
+# Settings of one model and one loop (examples/layers.h): each program fails by itself where what it shows is not so.
+good "hybrid_shard, two nodes" "^hybrid_shard +256\.0 +960\.1 +256\.0  0\.86" "$build/hybrid_shard"
+good "hybrid_shard, four nodes" "^hybrid_shard +256\.0 +1088\.1 +384\.1  0\.83" "$build/hybrid_shard" 8
+bad "hybrid_shard, ranks that are no number" "usage: hybrid_shard" "$build/hybrid_shard" two
+good "auto_strategy" "^ +512  full_shard +64 +64 +256 +128  0\.83" "$build/auto_strategy"
+for ranks in 1 2 3 4; do
+    good "zero3_owners, $ranks ranks" "are equal, bit for bit" "$build/zero3_owners" $ranks
+    [ "$(grep -o ' w[1-8]' "$tmp/out" | sort | uniq -c | tr -d ' \n')" = 1w11w21w31w41w51w61w71w8 ]
+    result "zero3_owners, $ranks ranks: every matrix has one owner" $? "$tmp/out"
+done
+bad "zero3_owners, ranks that are no number" "usage: zero3_owners" "$build/zero3_owners" two
+good "offload, a plan" "^and parameters +0\.0 +0\.0 +0\.0 +256\.0 +544\.0  -$" "$build/offload" 4
+if [ -x "$build/emu/offload" ]; then
+    good "offload, on a GPU that is emulated" "^and parameters +0\.0 +0\.0 +0\.0 +256\.0 +1088\.0  0\.9" "$build/emu/offload" --device cuda
+else skip "offload, on a GPU that is emulated" "it needs a C++ compiler: make $build/emu/offload"; fi
+bad "offload, ranks that are no number" "usage: offload" "$build/offload" two
+for ranks in 1 2 4; do
+    good "topk, $ranks ranks" "^ 330 " "$build/topk" $ranks
+done
+bad "topk, ranks that are no number" "usage: topk" "$build/topk" two
+case $build in /*) program=$build/timeline ;; *) program=$PWD/$build/timeline ;; esac
+good "timeline" "^run.rank1.json  draw samples 20  my backward 20  my update 20  all-reduce of bucket 0 20$" sh -c "cd $tmp && $program"
+good "over_mpi without MPI: the bits of one process" "^every weight has the bits of one process$" "$build/over_mpi"
 if [ -e "$build/tests/nvml_stub.so" ]; then
     case $build in /*) stub=$build ;; *) stub=$PWD/$build ;; esac
     good "train_gpt, figures of GPUs" "over 12 steps" env DTRAIN_NVML="$stub/tests/nvml_stub.so" $gpt --ranks 2 --log "$tmp/gpus.log" --prometheus "$tmp/gpus.prom"
@@ -112,9 +140,10 @@ laid_out 8 2 2 223616
 good "parallel_3d, who has what" "^pipeline 1: ranks 4\+5 6\+7" $cubic --steps 1
 grep -q "^rank 1   \.  F0 B0 B0 F1 B1 B1" "$tmp/out"
 result "parallel_3d draws its schedule" $? "$tmp/out"
-bad "parallel_3d, unknown flag" '"--layers 3" is not understood' $cubic --layers 3
-bad "parallel_3d, no such schedule" '"--schedule sine" is not understood' $cubic --schedule sine
-bad "parallel_3d, flag without value" '"--chunks " is not understood' $cubic --chunks
+bad "parallel_3d, unknown flag" 'the flag "--layers" is not one of: --data' $cubic --layers 3
+bad "parallel_3d, no such schedule" '--schedule "sine" is not one of: 1f1b' $cubic --schedule sine
+bad "parallel_3d, flag without value" '--chunks needs a value' $cubic --chunks
+bad "parallel_3d, steps that are no number" '--steps takes a positive number' $cubic --steps many
 bad "parallel_3d, an option without effect" "do nothing with --pipeline 1" $cubic --pipeline 1 --chunks 2
 bad "parallel_3d, samples that cannot be divided" "--batch 9 should be" $cubic --batch 9
 
@@ -123,6 +152,7 @@ bad "parallel_3d, samples that cannot be divided" "--batch 9 should be" $cubic -
 # answer can be right that was not learned from it.
 good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
 good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
+good "mlp in fp16" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2 --fp16
 # cnn: accuracy rises from chance, and one rank learns what two learn together.
 if [ "$full" != 0 ]; then
     good "cnn, 2 ranks" "step 600 .* accuracy 9[5-9]" "$build/cnn"
@@ -149,6 +179,7 @@ good "llama, bf16" "step +20  loss [0-4]\." $llama --precision bf16 --ranks 3 --
 bad "llama, unknown flag" 'the flag "--layers" is not one of: --data' $llama --layers 3
 bad "llama, missing weights" 'none: No such file or directory' $llama --import "$tmp/none"
 good "own_operation, 2 ranks" "step 199  loss 0.0[0-9]" "$build/own_operation"
+good "operations" "^gradients agree with finite differences to 0\.000[0-9]$" "$build/operations"
 bytes() { head -c "$1" /dev/zero | tr '\0' "\\$2"; } # bytes COUNT OCTAL
 image() { bytes 1 "$1"; bytes $((307 * $2)) 170; bytes 307 377; bytes $((3072 - 307 * ($2 + 1))) 170; } # image LABEL CLASS
 cifar=$tmp/cifar

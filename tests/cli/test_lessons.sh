@@ -28,7 +28,7 @@ promised labs.md 3337324 sh -c "$nodes --hierarchical | $inside"
 promised labs.md 834520 $nodes --hierarchical --reduce-dtype bf16
 promised labs.md 160248 $nodes --compression topk --dense-steps 0
 promised labs.md 6815196 $gpt --ranks 4 --batch 2 --strategy full_shard
-for kib in "4096 2" "512 9" "64 34"; do
+for kib in "25600 2" "512 9" "64 34"; do
     promised labs.md "${kib% *} | ${kib#* }" sh -c "$gpt --bucket-kib ${kib% *} | sed -n 's/.*gradients in \(.*\) buckets.*/${kib% *} | \1/p'"
 done
 plan="$build/train_gpt --model gpt2 --batch 1 --dry-run"

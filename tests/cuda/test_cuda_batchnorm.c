@@ -78,7 +78,8 @@ static void check_case(int64_t rows, int64_t n, dtrain_dtype dtype, bool relu, b
     for (int64_t i = 0; i < rows * n; i++)
         gpu_set(x.host, i, dtype, (float)gpu_get(x.host, i, dtype) + (float)(i % n % 3) * 8);
     put_back(&all), put_back(&x);
-    STEP(batchnorm_moments, all, 1e-5 * (double)rows, {rows, n, AT(x), FLOATS(all), dtype});
+    STEP(batchnorm_moments, all, 1e-5 * (double)rows,
+         {.rows = rows, .n = n, .x = AT(x), .sums = FLOATS(all), .dtype = dtype});
     for (int out = 0; out < 4; out++) { /* it writes four arrays; each is looked at in turn */
         array *const outs[4] = {&mean, &rstd, &share, &running};
         STEP(batchnorm_statistics, *outs[out], 1e-5,
@@ -170,10 +171,13 @@ static void test_running(void)
           FLOATS(running) + 7});
     const float values[4] = {1, NAN, 2, 3};
     float part[5];
-    dtrain_batchnorm_moments_args args = {2, 2, gpu_give(values, sizeof values, 0),
-                                          (float *)gpu_take(sizeof part, 0), DTRAIN_DTYPE_F32};
+    dtrain_batchnorm_moments_args args = {.rows = 2,
+                                          .n = 2,
+                                          .x = gpu_give(values, sizeof values, 0),
+                                          .sums = (float *)gpu_take(sizeof part, 0),
+                                          .dtype = DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->batchnorm_moments(gpu, &args) == DTRAIN_OK);
-    gpu_read(part, args.part, sizeof part);
+    gpu_read(part, args.sums, sizeof part);
     CHECK(part[0] == 2 && part[1] == 1.5f && part[3] == 0.5f && isnan(part[2]) && isnan(part[4]));
     free(running.host), free(running.first), free(mean.host), free(mean.first), free(rstd.host),
         free(rstd.first);

@@ -319,7 +319,6 @@ static settings plain(const char *name, uint32_t compression)
     how.compression.dense_below = 100;
     how.compression.dense_steps = 1;
     how.compression.topk_ratio = 0.03f;
-    how.desc.first_bucket_bytes = 1024;
     how.desc.bucket_bytes = 2048;
     how.micro = 1;
     how.tolerance = SAME_BITS;
@@ -397,7 +396,7 @@ static void test_same_bits(void)
                        "no overlap, gradients");
         compare_arrays(first.out[r].state, late.out[r].state, STATE, 0, "no overlap, state");
     }
-    how.desc.first_bucket_bytes = how.desc.bucket_bytes = 1 << 20;
+    how.desc.bucket_bytes = 1 << 20;
     job joined = trained(how, 3, STAGED);
     CHECK(joined.out[0].info.bucket_count == 1 && first.out[0].info.bucket_count > 2);
     for (int r = 0; r < 3; r++)

@@ -513,7 +513,7 @@ static int train_main(dtrain_world *world, void *user)
     if (how->optimizer == DTRAIN_OPTIMIZER_MUON) /* of matrices; Lion of their biases */
         for (int i = 4; i < 14; i++) m.params[i].group = m.params[i].shape[1] ? 1 : i < 8 ? 2 : 0;
     ddp.no_overlap = how->no_overlap;
-    if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;
+    if (how->bucket_bytes) ddp.bucket_bytes = how->bucket_bytes;
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &ddp, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &optim, &optimizer));
     desc.micro_batches = how->accumulation;
@@ -933,7 +933,7 @@ static void test_names(void)
     CHECK(dtrain_device_ops_by_name("cpu", &ops) == DTRAIN_OK && ops == device_table("cpu"));
     CHECK(dtrain_device_ops_by_name("tpu", &ops) == DTRAIN_ERROR_ARGUMENT && !ops);
     dtrain_launch_desc desc = ranks_desc(1, DTRAIN_LAUNCH_PROCESSES);
-    desc.math = DTRAIN_MATH_TF32;
+    desc.options.math = DTRAIN_MATH_TF32;
     CHECK(dtrain_launch(&desc, arrays_main, NULL, NULL) != DTRAIN_OK);
     CHECK(strstr(dtrain_last_error(), "tensor cores") != NULL);
 }

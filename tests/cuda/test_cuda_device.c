@@ -870,7 +870,7 @@ static void test_old_code(void)
         desc.mode = DTRAIN_LAUNCH_THREADS;
         desc.threads_per_rank = 1;
         desc.device_ops = dtrain_cuda_device_ops();
-        desc.log = keep_warning;
+        desc.options.log = keep_warning;
         warnings = 0;
         warning[0] = 0;
         dtrain_emulation_set_capability(cases[i].major, 0);

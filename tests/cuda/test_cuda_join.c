@@ -142,7 +142,7 @@ static int guest_begin(model *m, const program *how, int rank)
     CHECK(ncclCommInitRank(&m->comm, RANKS, ids[0], rank) == ncclSuccess);
     given.comm = m->comm;
     desc.timeout_ms = how->fault ? RANKS_SHORT_MS : desc.timeout_ms;
-    desc.log = no_leftovers;
+    desc.options.log = no_leftovers;
     desc.device_ops = dtrain_cuda_device_ops();
     desc.stream = (void *)m->stream;
     if (!how->staged) desc.comm_ops = dtrain_nccl_comm_ops();
@@ -159,7 +159,7 @@ static int guest_begin(model *m, const program *how, int rank)
     memset(&settings, 0, sizeof settings);
     settings.kind = how->kind;
     settings.missing_gradient = how->missing;
-    settings.bucket_bytes = settings.first_bucket_bytes = BYTES;
+    settings.bucket_bytes = BYTES;
     RANKS_TRY(dtrain_strategy_create(m->world, m->params, PARAMS, &settings, &m->strategy));
     RANKS_TRY(dtrain_optimizer_create(m->world, m->strategy, &sgd, &m->optimizer));
     return 0;

@@ -70,9 +70,9 @@ static void test_errors(void)
                                                  .y_dtype = f32};
     CHECK(gpu->ops->pointwise_backward(gpu, &back) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "no second argument") != NULL);
-    dtrain_bias_args act = {.rows = 1, .n = 1, .y = x, .activation = 4, .dtype = f32};
+    dtrain_bias_args act = {.m = 1, .n = 1, .c = x, .ldc = 1, .activation = 4, .c_dtype = f32};
     CHECK(gpu->ops->bias(gpu, &act) == DTRAIN_ERROR_ARGUMENT);
-    act.activation = 0, act.dtype = DTRAIN_DTYPE_I32;
+    act.activation = 0, act.c_dtype = DTRAIN_DTYPE_I32;
     CHECK(gpu->ops->bias(gpu, &act) == DTRAIN_ERROR_UNSUPPORTED);
     dtrain_rotary_args turn = {1, 1, 2, 3, 4, 100, false, false, x, x, f32};
     CHECK(gpu->ops->rotary(gpu, &turn) == DTRAIN_ERROR_ARGUMENT);

@@ -241,7 +241,7 @@ static int train_main(dtrain_world *world, void *user)
     lossy.topk_ratio = 0.1f;
     ddp.hierarchical = how->node_size > 0;
     ddp.node_size = how->node_size;
-    if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;
+    if (how->bucket_bytes) ddp.bucket_bytes = how->bucket_bytes;
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &ddp, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
     desc.micro_batches = how->accumulation;
@@ -286,8 +286,8 @@ static run trained(run how, int ranks)
     dtrain_launch_desc desc = nccl_desc(ranks);
     if (how.staged) desc.comm_ops = NULL;
     if (how.fault) desc.timeout_ms = RANKS_SHORT_MS;
-    desc.log = keep_log;
-    desc.log_level = DTRAIN_LOG_INFO;
+    desc.options.log = keep_log;
+    desc.options.log_level = DTRAIN_LOG_INFO;
     if (!result) result = (run *)ranks_shared(sizeof *result);
     memset(result, 0, sizeof *result);
     const dtrain_result launched = ranks_launch(&desc, train_main, &how, NULL);

@@ -668,7 +668,7 @@ static void test_failures(void)
     for (int driver = 0; driver < 2; driver++) {
         dtrain_launch_desc desc = cuda_desc(1);
         memset(budget, 0, sizeof *budget);
-        desc.allocator = counted_allocator(budget);
+        desc.options.allocator = counted_allocator(budget);
         dtrain_emulation_set_quiet(1);
         CHECK(ranks_launch(&desc, failures_main, &driver, NULL) == DTRAIN_OK);
     }

@@ -324,7 +324,7 @@ static void check_muon(int64_t count, int shift, uint32_t stage, bool nesterov, 
     memset(&args, 0, sizeof args);
     m->device[0].weight_decay = 0.1f;
     args.stage = stage;
-    args.tensor = &m->device[0];
+    args.tensors = &m->device[0];
     args.x = m->device[0].v;
     args.lr = 0.01f, args.momentum = 0.9f, args.grad_scale = 0.5f, args.nesterov = nesterov;
     args.scale = 1.5f, args.epsilon = 0.25f, args.lr_scale = 0.5f;

@@ -171,11 +171,11 @@ static int host_rank(int me, void *user)
             host_member member = host_member_of(y->groups[r][l][s->group], s->rank);
             dtrain_join_desc desc = host_desc(&member);
             desc.threads = 1 + (uint32_t)ranks_random(&at, 2);
-            desc.log_level = (uint32_t)ranks_random(&at, 5);
+            desc.options.log_level = (uint32_t)ranks_random(&at, 5);
             desc.timeout_ms += (uint32_t)ranks_random(&at, 1000);
             if (with && p->how[r] == WRONG && me == p->deviant[r]) {
                 if (p->seed % 2) desc.threads = 10000;
-                else desc.trace.path = "/nonexistent/folder/trace.json";
+                else desc.options.trace.path = "/nonexistent/folder/trace.json";
             }
             if (ranks_random(&at, 4) == 0) ranks_sleep_us((long)ranks_random(&at, 3000));
             const dtrain_result result = dtrain_world_join(&desc, &worlds[l]);

@@ -398,9 +398,9 @@ static void launch(run *r, int index)
     desc.timeout_ms = r->timeout_ms;
     desc.grace_ms =
         r->timeout_ms / 4; /* 5 s where nothing needs a deadline: a machine may stand still */
-    desc.reserve_bytes = (size_t)4 << 20;
-    desc.log = say_nothing;
-    desc.allocator = counted_allocator(&r->memory[index]);
+    desc.options.reserve_bytes = (size_t)4 << 20;
+    desc.options.log = say_nothing;
+    desc.options.allocator = counted_allocator(&r->memory[index]);
     set_environment(r, index);
     for (int i = 0; i < g->trouble_count; i++) {
         const trouble *t = &g->t[i];
@@ -867,7 +867,7 @@ static void record_hello(void)
     const pid_t pid = fork();
     if (pid == 0) {
         dtrain_launch_desc desc = ranks_desc(0, DTRAIN_LAUNCH_PROCESSES);
-        desc.log = say_nothing;
+        desc.options.log = say_nothing;
         set_number("RANK", 1);
         set_number("WORLD_SIZE", 2);
         set_number("DTRAIN_PORT", port);

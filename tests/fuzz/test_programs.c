@@ -156,8 +156,7 @@ static float samples_of(const program *g, int rank, int step, int micro)
 }
 static float weight(const program *g, int rank, int step, int micro)
 {
-    const float samples = samples_of(g, rank, step, micro);
-    return g->desc.average == DTRAIN_AVERAGE_MEANS ? samples > 0 : samples;
+    return samples_of(g, rank, step, micro);
 }
 
 /* ---- Oracle ---------------------------------------------------------------------------------------*/
@@ -732,7 +731,7 @@ static void generate_desc(program *g, uint64_t *state)
     for (int u = 0; sharded && u < g->units; u++) (void)pick(state, 4);
     if (d->kind >= DTRAIN_STRATEGY_ZERO1 && pick(state, 3) == 0) (void)pick(state, 1000);
     if (pick(state, 2)) d->bucket_bytes = 64 + (size_t)pick(state, 20000);
-    if (pick(state, 2)) d->first_bucket_bytes = 64 + (size_t)pick(state, 4000);
+    if (pick(state, 2)) (void)pick(state, 4000);
     g->no_overlap =
         sharded ? (pick(state, 3) ? 0 : 255) : (uint32_t)(pick(state, 256) & pick(state, 256));
     if (d->kind == DTRAIN_STRATEGY_DDP && pick(state, 3) == 0) {
@@ -770,7 +769,6 @@ static program generate(uint64_t seed)
     g.weighted = draw(&g, WEIGHT, 0, 0, 0, -1) % 2 == 0;
     g.joins = !g.again && draw(&g, WEIGHT, 0, 0, 0, -3) % 2 == 0; /* which makes nothing again */
     g.adamw = draw(&g, WEIGHT, 0, 0, 0, -2) % 2 == 0;
-    g.desc.average = draw(&g, MISSING, 0, 0, 0, 1) % 4 == 0;
     if (!g.desc.missing_gradient && draw(&g, MISSING, 0, 0, 0, 0) % 3 == 0)
         g.desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ZERO;
     if (OVER_MPI)
@@ -785,7 +783,7 @@ static void print_program(const program *g)
     const dtrain_strategy_desc *d = &g->desc;
     printf("  seed %llu%s: %d ranks (%s%s), %s, %d steps of %d micro-batches, accumulation %u, "
            "node_size %u%s, "
-           "missing %u, reduce %s, param %s, buckets %zu %zu%s, no_overlap %02x, "
+           "missing %u, reduce %s, param %s, buckets %zu%s, no_overlap %02x, "
            "compression %u (dense %llu), quits %d in %d%s%s%s\n"
            "  one in: lacks %llu, unit %llu, all %llu; late %llu, looks %llu, order %llu, repeats "
            "%llu, again %llu, odd %llu\n",
@@ -793,15 +791,15 @@ static void print_program(const program *g)
            g->nccl ? ", NCCL on GPUs" : "", kinds[d->kind], g->steps, g->micro, d->accumulation,
            d->node_size, d->hierarchical ? ", hierarchical" : "", d->missing_gradient,
            dtrain_dtype_name((dtrain_dtype)d->reduce_dtype),
-           dtrain_dtype_name((dtrain_dtype)d->param_dtype), d->first_bucket_bytes, d->bucket_bytes,
+           dtrain_dtype_name((dtrain_dtype)d->param_dtype), d->bucket_bytes,
            d->keep_after_forward ? ", kept" : "", g->no_overlap, g->compression.kind,
            (unsigned long long)g->compression.dense_steps, g->quitter, g->quit_step,
-           g->weighted ? g->desc.average ? ", weighted, means" : ", weighted" : "",
-           g->joins ? ", joins" : "", g->adamw ? ", AdamW" : "", (unsigned long long)g->lacks,
-           (unsigned long long)g->lacks_unit, (unsigned long long)g->lacks_all,
-           (unsigned long long)g->stragglers, (unsigned long long)g->looks,
-           (unsigned long long)g->own_order, (unsigned long long)g->repeats,
-           (unsigned long long)g->again, (unsigned long long)g->odd);
+           g->weighted ? ", weighted" : "", g->joins ? ", joins" : "", g->adamw ? ", AdamW" : "",
+           (unsigned long long)g->lacks, (unsigned long long)g->lacks_unit,
+           (unsigned long long)g->lacks_all, (unsigned long long)g->stragglers,
+           (unsigned long long)g->looks, (unsigned long long)g->own_order,
+           (unsigned long long)g->repeats, (unsigned long long)g->again,
+           (unsigned long long)g->odd);
     for (int p = 0; p < g->params; p++) {
         printf("  p%d: unit %u, %lld%s%s", p, g->p[p].unit, (long long)g->p[p].count,
                g->p[p].flags ? ", frozen" : "", g->p[p].host_value ? ", host's value" : "");
@@ -873,7 +871,7 @@ static dtrain_result launch_program(play *y)
 {
     dtrain_launch_desc desc = ranks_desc(y->g->ranks, y->g->mode);
     desc.timeout_ms = 8000;
-    desc.log = say_nothing;
+    desc.options.log = say_nothing;
 #ifdef DTRAIN_USE_CUDA
     desc.device_ops =
         dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
@@ -935,7 +933,7 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
-    enum { FIRST_PARAM = 29 }; /* changes of parameters come after all others */
+    enum { FIRST_PARAM = 28 }; /* changes of parameters come after all others */
     char text[500];
     bool smaller = true;
     while (smaller) {
@@ -957,8 +955,7 @@ static void shrink(program *g)
             case 10: next.lacks = 0; break;
             case 11: next.desc.reduce_dtype = 0; break;
             case 12: next.desc.param_dtype = 0; break;
-            case 13: next.desc.average = 0; break;
-            case 14: next.desc.bucket_bytes = next.desc.first_bucket_bytes = 0; break;
+            case 14: next.desc.bucket_bytes = 0; break;
             case 15: next.desc.keep_after_forward = false; break;
             case 16: next.joins = false; break;
             case 17: next.desc.hierarchical = false, next.desc.node_size = 0; break;
@@ -972,7 +969,7 @@ static void shrink(program *g)
             case 25: next.again = 0; break;
             case 26: next.odd = 0; break;
             case 27: next.weighted = false; break;
-            case 28: next.adamw = false; break;
+            case 13: next.adamw = false; break;
             default:
                 next.p[own].host_grads = 0, next.p[own].host_value = false;
                 if (next.p[own].count > 1 && next.p[own].storage == own) {

@@ -180,9 +180,9 @@ static bool run_seed(uint64_t seed, bool words)
     desc.restarts = p->restarts;
     desc.backoff_ms = 1;
     desc.catch_signals = p->catches;
-    desc.log_level = DTRAIN_LOG_WARNING;
-    desc.log = count_warning;
-    desc.log_user = p;
+    desc.options.log_level = DTRAIN_LOG_WARNING;
+    desc.options.log = count_warning;
+    desc.options.log_user = p;
     for (int i = 0; i <= e.restarts; i++)
         if (p->a[i].what == HANGS) desc.timeout_ms = RANKS_SHORT_MS, desc.grace_ms = 200;
     const dtrain_result result = ranks_launch(&desc, rank_plays, p, &info);

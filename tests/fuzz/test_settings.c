@@ -35,7 +35,6 @@ typedef enum { ANY, MESH, PIPELINE, TRAINER, LOOP, LATE, ALLOWED } where;
 static void mesh_sequence(local *l) { l->mesh.sequence_parallel = !l->mesh.sequence_parallel; }
 static void mesh_pipeline(local *l) { l->mesh.pipeline = l->mesh.pipeline == 1 ? 2 : 1; }
 static void kind(local *l) { l->strategy.kind = l->strategy.kind == 1 ? 2 : 1; }
-static void average(local *l) { l->strategy.average = DTRAIN_AVERAGE_MEANS; }
 static void missing(local *l) { l->strategy.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR; }
 static void reduce_dtype(local *l) { l->strategy.reduce_dtype = DTRAIN_DTYPE_BF16; }
 static void init_seed(local *l) { l->strategy.init_seed = 77; }
@@ -89,7 +88,6 @@ static const struct setting {
     {mesh_pipeline, "has pipeline ", MESH},
     {mesh_pipeline, "has pipeline ", ANY},
     {kind, "has kind \"", ANY},
-    {average, "has average 1", ANY},
     {missing, "has missing_gradient 1", ANY},
     {reduce_dtype, "has reduce_dtype \"bf16\"", ANY},
     {init_seed, "has init_seed 77", ANY},

@@ -2,7 +2,7 @@
  * Ranks are processes. Expected values are naive loops over every rank's input, which is a function of
  * (rank, index); all values are small integers, so sums are exact in every data type.
  *
- * Built once for each NCCL_MOCK_VERSION that has a gate: tests/nccl/test_nccl.sh. */
+ * Built once for each NCCL_MOCK_VERSION that has a gate: tests/long/test_nccl.sh. */
 #include "test.h"
 #include "dtrain.h"
 #define DTRAIN_NCCL_LINKED
@@ -86,7 +86,7 @@ static dtrain_launch_desc nccl_desc(int ranks, uint32_t timeout_ms)
     desc.device_ops = test_ops();
     desc.comm_ops = dtrain_nccl_comm_ops();
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
-    desc.log = quiet;
+    desc.options.log = quiet;
     return desc;
 }
 
@@ -909,7 +909,7 @@ static int rank_steady(dtrain_world *world, void *user)
 static void test_steady_state(void)
 {
     dtrain_launch_desc desc = nccl_desc(2, 20000);
-    desc.allocator = counted_allocator(&steady_memory);
+    desc.options.allocator = counted_allocator(&steady_memory);
     CHECK_MSG(ranks_launch(&desc, rank_steady, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 

@@ -12,7 +12,7 @@ stop() { tail -n 3 "$out/log"; echo "  FAIL $1"; echo "0 passed, 1 failed"; exit
 prepare() {
     "${MAKE:-make}" -s --no-print-directory BUILD="$build" "$build/sources.a" >"$out/log" 2>&1 ||
         stop "sources.a cannot be built"
-    ${CC:-cc} -std=c99 -O1 -Isrc -I. -Itests -Itests/support -c "tests/unit/$1.c" -o "$out/$1.o" >"$out/log" 2>&1 ||
+    ${CC:-cc} -std=c99 -O1 -Isrc -I. -Itests -Itests/support -c tests/*/"$1.c" -o "$out/$1.o" >"$out/log" 2>&1 ||
         stop "$1.c does not compile"
     program=$1
     link >"$out/log" 2>&1 && survives || stop "$1 fails without a mutant"

@@ -1,5 +1,5 @@
 # commands.awk: prints the commands that a document or the opening comment of a source shows, a line each:
-# "FILE:LINE<tab>COMMAND". Set kind=text for Markdown, kind=help for the Makefile's help, otherwise it is a source, of
+# "FILE:LINE<tab>COMMAND". Set kind=text for Markdown, kind=help for what make help prints, otherwise it is a source, of
 # which only the opening comment is read. What looks like a command and is not understood is printed as "? LINE".
 #
 #   Markdown   the lines of an indented or fenced block that begins with a program, and `programs with arguments` in prose

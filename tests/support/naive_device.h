@@ -269,10 +269,10 @@ static dtrain_result naive_layernorm_backward(dtrain_device *device,
 static dtrain_result naive_bias(dtrain_device *device, const dtrain_bias_args *a)
 {
     (void)device;
-    for (int64_t i = 0; i < a->rows * a->n; i++) {
-        const double x = naive_get(a->y, a->dtype, i) + (a->bias ? (double)a->bias[i % a->n] : 0);
-        if (a->aux) naive_put(a->aux, a->dtype, i, x);
-        naive_put(a->y, a->dtype, i, naive_activation(a->activation, x));
+    for (int64_t i = 0; i < a->m * a->n; i++) {
+        const double x = naive_get(a->c, a->c_dtype, i) + (a->bias ? (double)a->bias[i % a->n] : 0);
+        if (a->aux) naive_put(a->aux, a->c_dtype, i, x);
+        naive_put(a->c, a->c_dtype, i, naive_activation(a->activation, x));
     }
     return DTRAIN_OK;
 }
@@ -738,7 +738,7 @@ static dtrain_result naive_lion(dtrain_device *device, const dtrain_lion_args *a
 static dtrain_result naive_muon(dtrain_device *device, const dtrain_muon_args *a)
 {
     dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
-    const dtrain_optimizer_tensor *t = a->tensor;
+    const dtrain_optimizer_tensor *t = a->tensors;
     (void)device;
     if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
     for (int64_t i = 0; i < t->count && !now.skip; i++) {
@@ -812,15 +812,15 @@ static dtrain_result naive_batchnorm_moments(dtrain_device *device,
                                              const dtrain_batchnorm_moments_args *a)
 {
     (void)device;
-    a->part[0] = (float)a->rows;
+    a->sums[0] = (float)a->rows;
     for (int64_t c = 0; c < a->n; c++) {
         double mean = 0, spread = 0;
         for (int64_t r = 0; r < a->rows; r++)
             mean += naive_get(a->x, a->dtype, r * a->n + c) / (double)a->rows;
         for (int64_t r = 0; r < a->rows; r++)
             spread += pow(naive_get(a->x, a->dtype, r * a->n + c) - mean, 2);
-        a->part[1 + c] = (float)mean;
-        a->part[1 + a->n + c] = (float)spread;
+        a->sums[1 + c] = (float)mean;
+        a->sums[1 + a->n + c] = (float)spread;
     }
     return DTRAIN_OK;
 }

@@ -574,13 +574,14 @@ static void case_bias(void)
     kernel_data *y = kernel_make(rows * n, type, 3);
     kernel_data *bias = kernel_maybe(kernel_draw(4) > 0, n, DTRAIN_DTYPE_F32);
     kernel_data *aux = kernel_maybe(kernel_flag(), rows * n, type);
-    ON_EACH(bias, {.rows = rows,
+    ON_EACH(bias, {.m = rows,
                    .n = n,
-                   .y = AT(y),
+                   .c = AT(y),
+                   .ldc = n,
                    .bias = F32(bias),
                    .aux = AT(aux),
                    .activation = activation,
-                   .dtype = type})
+                   .c_dtype = type})
     kernel_same(y, 1e-5, "y");
     kernel_same(aux, 1e-6, "aux");
 }

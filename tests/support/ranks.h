@@ -216,8 +216,8 @@ static inline dtrain_launch_desc ranks_desc(int ranks, uint32_t mode)
     desc.timeout_ms =
         20000; /* other programs may be busy here; a hang still ends inside the test */
     desc.grace_ms = 2000;
-    desc.log_level = DTRAIN_LOG_ERROR;
-    desc.reserve_bytes = (size_t)256 << 20;
+    desc.options.log_level = DTRAIN_LOG_ERROR;
+    desc.options.reserve_bytes = (size_t)256 << 20;
     return desc;
 }
 

@@ -385,7 +385,6 @@ static inline saved_run *saved_new(int ranks, uint32_t kind)
     r->ranks = ranks;
     r->mode = DTRAIN_LAUNCH_THREADS;
     r->strategy.kind = kind;
-    r->strategy.first_bucket_bytes = 500;
     r->strategy.bucket_bytes = 2000;
     r->strategy.init_seed = 3;
     r->micro = 1;
@@ -400,7 +399,7 @@ static inline dtrain_result saved_launch(saved_run *r)
     dtrain_launch_desc desc = ranks_desc(r->ranks, r->mode);
     desc.device_ops = r->device;
     desc.comm_ops = r->comm;
-    desc.allocator = r->allocator;
+    desc.options.allocator = r->allocator;
     desc.restarts = r->restarts;
     desc.backoff_ms = r->restarts ? 1 : 0;
     memset(r->image, 0, sizeof r->image); /* pieces that nobody has are equal */

@@ -301,8 +301,7 @@ static inline dtrain_strategy_desc strategy_case_desc(const strategy_case *c)
     desc.no_overlap = c->no_overlap;
     desc.hierarchical = c->hierarchical;
     desc.keep_after_forward = c->keep_all;
-    desc.first_bucket_bytes = 500; /* several buckets for a model this small */
-    desc.bucket_bytes = 3000;
+    desc.bucket_bytes = 3000; /* several buckets for a model this small */
     desc.init_seed = 3;
     return desc;
 }

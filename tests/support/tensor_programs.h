@@ -446,7 +446,8 @@ static inline void make_settings(maker *m)
     g->sequence_parallel = roll(m, 2);
     g->steps = 2 + (int)roll(m, MOST_STEPS - 1);
     g->micro = 1 + (int)roll(m, over_pipeline(m) ? MOST_MICRO : 3);
-    g->means = chance(m, 5);
+    (void)chance(m,
+                 5); /* of a setting that is gone: the seeds below still mean the same programs */
     g->no_overlap = chance(m, 3);
     g->keep = chance(m, 3);
     g->narrow = chance(m, 7);
@@ -600,13 +601,12 @@ static inline void print_program(const tp_program *g, uint32_t without)
 {
     static const char *const placements[] = {"whole", "columns", "rows"};
     printf("    seed %llu: tensor %d x data %d, kind %u, %d steps of %d micro-batches, sequence "
-           "%lld%s%s%s%s%s, "
+           "%lld%s%s%s%s, "
            "recompute %u (%u), clip %g, batches of %lld\n",
            (unsigned long long)g->seed, g->tensor, g->data, g->kind, g->steps, g->micro,
            (long long)g->sequence, g->sequence_parallel ? ", sequence parallel" : "",
-           g->narrow ? ", bf16" : "", g->means ? ", means" : "",
-           g->no_overlap ? ", no overlap" : "", g->keep ? ", kept" : "", g->recompute,
-           g->recompute_ops, (double)g->clip, (long long)g->batch_unit);
+           g->narrow ? ", bf16" : "", g->no_overlap ? ", no overlap" : "", g->keep ? ", kept" : "",
+           g->recompute, g->recompute_ops, (double)g->clip, (long long)g->batch_unit);
     if (g->processes) printf("    ranks are processes\n");
     for (int i = 0; g->pipeline && i < (g->moves ? 2 : 1); i++) {
         const tp_layout *l = &g->layout[i];
@@ -767,10 +767,9 @@ static inline void expect_step(play *y, double *weights, double *grads, int step
             y->kink = y->kink || (g->pipeline && grows(&s));
             y->losses[r][step][micro] = s.loss;
             y->kink = y->kink || s.kink;
-            if (s.valid) tp_backward(&s, g->means ? 1 / (double)s.valid : 1);
+            if (s.valid) tp_backward(&s, 1);
             if (tp_upset(g, s.at)) y->skipped[step] = overflows(y, &s);
-            const double weight =
-                g->means ? 1 : (double)s.valid; /* a mean over nothing is one of 0 */
+            const double weight = (double)s.valid;
             total += weight, losses += weight * s.loss;
             if (step == 0 && micro == 0) y->first[r] = s;
             else tp_free(&s);
@@ -1024,7 +1023,6 @@ static inline void describe(rank_state *s, dtrain_strategy_desc *desc)
     }
     memset(desc, 0, sizeof *desc);
     desc->kind = g->kind;
-    desc->average = g->means ? DTRAIN_AVERAGE_MEANS : DTRAIN_AVERAGE_SAMPLES;
     desc->accumulation = g->accumulation;
     desc->missing_gradient = g->missing;
     desc->param_dtype = g->param_dtype;
@@ -1033,8 +1031,7 @@ static inline void describe(rank_state *s, dtrain_strategy_desc *desc)
     desc->node_size = g->node_size;
     desc->no_overlap = g->no_overlap;
     desc->keep_after_forward = g->keep && g->kind >= DTRAIN_STRATEGY_FULL_SHARD;
-    desc->first_bucket_bytes = 500; /* several buckets for a model this small */
-    desc->bucket_bytes = 2000;
+    desc->bucket_bytes = 2000; /* several buckets for a model this small */
     desc->init_seed = g->seed;
     desc->mesh = s->mesh;
 }
@@ -1140,7 +1137,7 @@ static inline bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text
 {
     dtrain_launch_desc desc = ranks_desc(
         ranks, ranks > 1 && y->g.processes ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS);
-    desc.log = say_nothing;
+    desc.options.log = say_nothing;
     desc.timeout_ms = 20000;
 #ifdef DTRAIN_CUDA_EMULATION
     desc.device_ops =

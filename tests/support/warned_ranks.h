@@ -20,9 +20,9 @@ static dtrain_result with_ranks(uint32_t ranks, uint32_t mode, const dtrain_allo
     memset(&desc, 0, sizeof desc);
     desc.rank_count = ranks;
     desc.mode = mode;
-    desc.log = count_warning;
+    desc.options.log = count_warning;
     desc.threads_per_rank = 1;
-    if (allocator) desc.allocator = *allocator;
+    if (allocator) desc.options.allocator = *allocator;
     return dtrain_launch(&desc, rank_main, user, NULL);
 }
 

@@ -1187,7 +1187,7 @@ static void test_alloc_limits(void)
     most -= (size_t)16 << 20; /* what can be reserved, and is never free */
     for (m = 0; m < MODES; m++) {
         dtrain_launch_desc desc = ranks_desc(2, (uint32_t)m);
-        desc.reserve_bytes = 0; /* as much as the machine has */
+        desc.options.reserve_bytes = 0; /* as much as the machine has */
         CHECK_MSG(ranks_launch(&desc, rank_alloc_limits, &most, NULL) == DTRAIN_OK, "%s",
                   dtrain_last_error());
     }

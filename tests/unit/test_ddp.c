@@ -22,7 +22,7 @@ typedef struct config {
     uint32_t mode, optimizer;
     bool no_overlap, shuffle, owned;
     int copying; /* 0 nobody, 1 everybody, 2 odd ranks */
-    size_t first_bucket, bucket;
+    size_t bucket;
 } config;
 
 typedef struct outcome {
@@ -188,7 +188,6 @@ static dtrain_strategy_desc ddp_desc(const config *c)
 {
     dtrain_strategy_desc desc = {0};
     desc.no_overlap = c->no_overlap;
-    desc.first_bucket_bytes = c->first_bucket;
     desc.bucket_bytes = c->bucket;
     desc.init_seed = 11;
     return desc;
@@ -379,7 +378,6 @@ static void bits_with(uint32_t optimizer)
     check_same(&other, &base, c.steps, "run to run");
     for (i = 0; i < sizeof buckets / sizeof buckets[0]; i++) {
         config b = c;
-        b.first_bucket = 64;
         b.bucket = buckets[i];
         b.no_overlap = i % 2;
         other = train(&b);
@@ -409,7 +407,7 @@ static void test_ready_order(void)
     c.batch = 60;
     c.shuffle = true;
     base = train(&c);
-    c.first_bucket = c.bucket = 64;
+    c.bucket = 64;
     other = train(&c);
     check_same(&other, &base, c.steps, "shuffled, tiny buckets");
     c.copying = 1;
@@ -696,7 +694,7 @@ static int arguments_main(dtrain_world *world, void *user)
     dtrain_param p[3];
     int i;
     (void)user;
-    for (i = 0; i < 19; i++) {
+    for (i = 0; i < 18; i++) {
         size_t count = 2;
         p[0] = ranks_param("a", memory, NULL, 2, 3);
         p[1] = ranks_param("b", memory + 8, NULL, 4, 0);
@@ -721,8 +719,7 @@ static int arguments_main(dtrain_world *world, void *user)
         case 14: p[1].flags = 8; break;
         case 15: p[1].init = 4; break;
         case 16: p[1].count = p[1].shape[0] = 0; break;
-        case 17: desc.average = 2; break;
-        default: desc.average = 0, desc.missing_gradient = 3; break;
+        default: desc.missing_gradient = 3; break;
         }
         CHECK_MSG(dtrain_strategy_create(world, p, count, &desc, &ddp) == DTRAIN_ERROR_ARGUMENT &&
                       !ddp,
@@ -829,7 +826,7 @@ static int missing_zero_main(dtrain_world *world, void *user)
     dtrain_strategy *ddp;
     captured *log = (captured *)user;
     int rank = dtrain_world_rank(world), i, copying;
-    desc.bucket_bytes = desc.first_bucket_bytes = 128;
+    desc.bucket_bytes = 128;
     for (copying = 0; copying < 2; copying++) {
         int before = __atomic_load_n(&log->warnings, __ATOMIC_ACQUIRE);
         many_params(p, names, values, grads, copying);
@@ -868,9 +865,9 @@ static void test_missing_is_zero(void)
 {
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
     captured *log = (captured *)ranks_shared(sizeof *log);
-    desc.log = capture;
-    desc.log_user = log;
-    desc.log_level = DTRAIN_LOG_INFO;
+    desc.options.log = capture;
+    desc.options.log_user = log;
+    desc.options.log_level = DTRAIN_LOG_INFO;
     CHECK_MSG(ranks_launch(&desc, missing_zero_main, log, NULL) == DTRAIN_OK, "%s",
               dtrain_last_error());
 }
@@ -885,7 +882,7 @@ static int missing_error_main(dtrain_world *world, void *user)
     int rank = dtrain_world_rank(world), step;
     (void)user;
     desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
-    desc.bucket_bytes = desc.first_bucket_bytes = 64;
+    desc.bucket_bytes = 64;
     many_params(p, names, values, grads, rank != 1);
     RANKS_TRY(dtrain_strategy_create(world, p, MANY, &desc, &ddp));
     for (step = 0; step < 4; step++) {
@@ -965,7 +962,7 @@ static int bytes_main(dtrain_world *world, void *user)
     model *m = (model *)malloc(sizeof *m);
     (void)user;
     model_init(m, &c, 0);
-    c.first_bucket = c.bucket = 1024;
+    c.bucket = 1024;
     {
         dtrain_strategy_desc desc = ddp_desc(&c);
         RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
@@ -1007,7 +1004,7 @@ static int overlap_main(dtrain_world *world, void *user)
     for (overlap = 0; overlap < 2; overlap++) {
         dtrain_strategy_desc desc;
         c.no_overlap = !overlap;
-        c.first_bucket = c.bucket = 64;
+        c.bucket = 64;
         desc = ddp_desc(&c);
         model_init(m, &c, 0);
         RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
@@ -1085,7 +1082,7 @@ static int abandon_main(dtrain_world *world, void *user)
     double start = dtrain_seconds();
     model *m = (model *)malloc(sizeof *m);
     int32_t *done = (int32_t *)user;
-    desc.first_bucket_bytes = desc.bucket_bytes = 64;
+    desc.bucket_bytes = 64;
     model_init(m, &c, 0);
     RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
     if (dtrain_world_rank(world) == 1) {
@@ -1180,7 +1177,7 @@ static int tracked_main(dtrain_world *world, void *user)
     int step, bad = 1;
     model *m = (model *)malloc(sizeof *m);
     (void)user;
-    desc.first_bucket_bytes = desc.bucket_bytes = 64;
+    desc.bucket_bytes = 64;
     c.batch = 6;
     c.owned = true;
     model_init(m, &c, 0);
@@ -1202,13 +1199,13 @@ static void test_allocation_failures(void)
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
     counted_memory t;
     int n;
-    desc.log_level = DTRAIN_LOG_ERROR;
+    desc.options.log_level = DTRAIN_LOG_ERROR;
     for (n = 1; n < 400; n++) {
         double start = dtrain_seconds();
         dtrain_result result;
         memset(&t, 0, sizeof t);
         t.fail_at = n;
-        desc.allocator = counted_allocator(&t);
+        desc.options.allocator = counted_allocator(&t);
         result = dtrain_launch(&desc, tracked_main, NULL, NULL);
         CHECK_MSG(t.live == 0 && t.live_bytes == 0, "call %d fails: %ld blocks, %ld bytes leak", n,
                   t.live, t.live_bytes);
@@ -1235,7 +1232,7 @@ static int steady_main(dtrain_world *world, void *user)
     long calls = 0;
     model *m = (model *)malloc(sizeof *m);
     model_init(m, &c, 0);
-    desc.first_bucket_bytes = desc.bucket_bytes = 64;
+    desc.bucket_bytes = 64;
     RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
     RANKS_TRY(dtrain_optimizer_create(world, ddp, &hyper, &optimizer));
     for (step = 0; step < 5; step++) {
@@ -1258,7 +1255,7 @@ static void test_steady_state(void)
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
     counted_memory t;
     memset(&t, 0, sizeof t);
-    desc.allocator = counted_allocator(&t);
+    desc.options.allocator = counted_allocator(&t);
     CHECK_MSG(ranks_launch(&desc, steady_main, &t, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
     CHECK(t.live == 0 && t.wrong == 0);
 }

@@ -14,7 +14,7 @@ enum { MOST_ITEMS = 48, MOST_BATCH = 6, MOST_SHOWN = 8 };
 typedef struct program {
     uint64_t seed;
     int tensor, data, pipeline;
-    uint32_t kind, average, batch, workers, mode;
+    uint32_t kind, batch, workers, mode;
     int64_t items, limit;
     bool in_order, pads, norm,
         all_rounds; /* pads: batches of one shape, by targets of -1; otherwise of the rows that
@@ -45,7 +45,6 @@ static program *program_of(uint64_t seed)
     p->data = p->tensor * p->pipeline > 1 ? beside[ranks_random(&state, 2)]
                                           : data[ranks_random(&state, 4)];
     p->kind = (uint32_t)(1 + ranks_random(&state, p->pipeline > 1 ? 2 : 5));
-    p->average = (uint32_t)ranks_random(&state, 2);
     p->batch = (uint32_t)(1 + ranks_random(&state, MOST_BATCH));
     p->workers = (uint32_t)ranks_random(&state, 3);
     p->items = 1 + (int64_t)ranks_random(&state, MOST_ITEMS);
@@ -161,7 +160,6 @@ static dtrain_result evaluate(dtrain_world *world, program *p, local *l, double 
     TRY(dtrain_loader_create(world, &desc, &l->loader));
     register_model(l);
     how.kind = p->kind, how.mesh = mesh;
-    how.average = p->average ? DTRAIN_AVERAGE_MEANS : DTRAIN_AVERAGE_SAMPLES;
     TRY(dtrain_strategy_create(world, l->params, 7, &how, &strategy));
     TRY(dtrain_strategy_read(strategy, 5, two));
     if (dtrain_world_rank(world) == 0) memcpy(p->two, two, sizeof two);

@@ -224,7 +224,7 @@ static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model,
     gpt2_init(model, r->alias, r->padding, 0);
     desc.no_overlap = r->no_overlap;
     desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
-    if (r->bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes = r->bucket_bytes;
+    if (r->bucket_bytes) desc.bucket_bytes = r->bucket_bytes;
     if (dtrain_world_rank(world) != 0) /* rank 0's values must win */
         for (int i = 0; i < GOLDEN_PARAM_COUNT; i++) model->memory[0][i] = -1;
     for (int i = 0; i < PARAMS && r->library_memory; i++)

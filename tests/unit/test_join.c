@@ -299,9 +299,9 @@ static int refused(int rank, void *user)
         if (r->what == BAD_SIZE) desc.size++;
         if (r->what == BAD_RANK) desc.rank = rank ? rank - 1 : 1;
         if (r->what == BAD_THREADS) desc.threads = 5000;
-        if (r->what == BAD_MEMORY) desc.reserve_bytes = (size_t)1 << 62;
+        if (r->what == BAD_MEMORY) desc.options.reserve_bytes = (size_t)1 << 62;
         if (r->what == BAD_PLAN) (void)dtrain_device_ops_by_name("plan", &desc.device_ops);
-        if (r->what == BAD_DIRECTORY) desc.trace.path = "/nonexistent/folder/trace.json";
+        if (r->what == BAD_DIRECTORY) desc.options.trace.path = "/nonexistent/folder/trace.json";
         if (r->what == BAD_GATHER) member.group->fail_at = 4;
         if (r->what == BAD_TABLE) {
             (void)dtrain_comm_ops_by_name("local", &local);
@@ -389,7 +389,7 @@ static int allocator_fails(int rank, void *user)
         dtrain_world *world;
         memset(&memory, 0, sizeof memory);
         memory.fail_at = rank == n % 2 ? (n + 1) / 2 : 0;
-        desc.allocator = counted_allocator(&memory);
+        desc.options.allocator = counted_allocator(&memory);
         const dtrain_result result = dtrain_world_join(&desc, &world);
         if (n == 0) {
             if (rank == 0) *f->joined = 2 * memory.calls;
@@ -538,8 +538,8 @@ static int speaks(int rank, void *user)
         host_member member = host_member_of(group, rank);
         dtrain_join_desc desc = host_desc(&member);
         dtrain_world *world;
-        desc.log = log ? count_lines : NULL;
-        desc.log_user = &lines;
+        desc.options.log = log ? count_lines : NULL;
+        desc.options.log_user = &lines;
         fflush(stderr);
         dup2(fileno(caught), 2);
         const dtrain_result result = dtrain_world_join(&desc, &world);

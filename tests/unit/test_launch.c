@@ -102,7 +102,7 @@ static void test_bad_arguments(void)
     CHECK(dtrain_launch(&desc, rank_answers, all, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK_MSG(says("7"), "%s", dtrain_last_error());
     desc = ranks_desc(2, PROCESSES);
-    desc.log_level = 9;
+    desc.options.log_level = 9;
     CHECK(dtrain_launch(&desc, rank_answers, all, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK_MSG(says("log_level is 9"), "%s", dtrain_last_error());
     desc = ranks_desc(2, PROCESSES);
@@ -627,9 +627,9 @@ static void test_log(void)
             dtrain_launch_desc desc = ranks_desc(3, mode);
             uint32_t limit = level ? level : DTRAIN_LOG_INFO;
             memset(all, 0, sizeof *all);
-            desc.log = keep_line;
-            desc.log_user = all;
-            desc.log_level = level;
+            desc.options.log = keep_line;
+            desc.options.log_user = all;
+            desc.options.log_level = level;
             CHECK(ranks_launch(&desc, rank_logs, NULL, NULL) == DTRAIN_OK);
             for (r = 0; r < 3; r++)
                 for (l = 1; l <= 4; l++)
@@ -651,7 +651,7 @@ static void test_log_stderr(void)
     if (child == 0) {
         dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
         ending end = {1, 3, 0, true};
-        desc.log_level = DTRAIN_LOG_DEFAULT;
+        desc.options.log_level = DTRAIN_LOG_DEFAULT;
         dup2(fd, 2);
         dup2(out, 1);
         if (dtrain_launch(&desc, rank_logs, NULL, NULL) != DTRAIN_OK) _exit(3);
@@ -795,7 +795,7 @@ static void test_place(void)
 static dtrain_launch_desc counted_desc(int ranks, uint32_t mode, counted_memory *memory)
 {
     dtrain_launch_desc desc = ranks_desc(ranks, mode);
-    desc.allocator = counted_allocator(memory);
+    desc.options.allocator = counted_allocator(memory);
     return desc;
 }
 
@@ -876,7 +876,7 @@ static void test_exit_behind_a_rank(void)
     counted_memory *p = (counted_memory *)ranks_shared(sizeof *p);
     dtrain_launch_desc desc = counted_desc(3, PROCESSES, p);
     dtrain_launch_info info;
-    desc.allocator.free = free_or_exit;
+    desc.options.allocator.free = free_or_exit;
     CHECK(ranks_launch(&desc, rank_is_nearly_done, NULL, &info) == DTRAIN_ERROR_RANK_FAILED);
     CHECK_MSG(info.first_failed_rank == 1 && info.exit_code == 7, "rank %d, code %d: %s",
               info.first_failed_rank, info.exit_code, dtrain_last_error());
@@ -901,7 +901,7 @@ static void with_limit(int which, rlim_t value, int ranks, uint32_t mode, int mu
         setrlimit((__rlimit_resource_t)which, &limit);
         desc.timeout_ms = 3000;
         desc.grace_ms = 500;
-        if (which == RLIMIT_AS) desc.reserve_bytes = 0;
+        if (which == RLIMIT_AS) desc.options.reserve_bytes = 0;
         result = dtrain_launch(&desc, rank_uses_all, NULL, NULL);
         if (result == DTRAIN_OK) _exit(must_fail ? 10 : 0);
         if (waitpid(-1, NULL, WNOHANG) != -1) _exit(11);

@@ -323,7 +323,7 @@ static void test_prediction_of_processes(void)
 static void launch_limited(int ranks, uint64_t limit, uint32_t mode, dtrain_rank_fn rank, run *r)
 {
     dtrain_launch_desc desc = ranks_desc(ranks, mode);
-    desc.memory_limit = limit;
+    desc.options.memory_limit = limit;
     CHECK_MSG(ranks_launch(&desc, rank, r, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 
@@ -544,8 +544,8 @@ static void test_batch_of_a_failing_trial(void)
 {
     run *r = run_create(DTRAIN_STRATEGY_ZERO1, 96, 1);
     dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_THREADS);
-    desc.allocator.alloc = capped_alloc;
-    desc.allocator.free = capped_free;
+    desc.options.allocator.alloc = capped_alloc;
+    desc.options.allocator.free = capped_free;
     r->desc.memory_limit = 24 * MIB;
     r->caps[1] = 10 * MIB;
     CHECK_MSG(ranks_launch(&desc, batch_rank, r, NULL) == DTRAIN_OK, "%s", dtrain_last_error());

@@ -32,6 +32,11 @@ static const char *read_back(const char *path)
     return text;
 }
 
+static void add(dtrain_step_record *r, const char *name, const char *unit, double value)
+{
+    CHECK(dtrain_record_add(r, name, unit, value) == DTRAIN_OK);
+}
+
 static dtrain_step_record record_of(int64_t step)
 {
     dtrain_step_record r;
@@ -42,13 +47,12 @@ static dtrain_step_record record_of(int64_t step)
     r.grad_norm = 0.914;
     r.lr = 9.8e-4;
     r.tokens = (uint64_t)(step + 1) * 512;
-    r.tokens_per_second = 41234.5;
-    r.step_ms = 18.5;
-    r.comm_ms = 0.4;
-    r.exposed_comm_ms = 0.1;
-    r.data_ms = 0.25;
-    r.comm_bytes = 1000;
-    r.straggler_score = 1;
+    add(&r, "throughput/tokens_per_second", "", 41234.5);
+    add(&r, "time/step_ms", "ms", 18.5);
+    add(&r, "time/comm_ms", "ms", 0.4);
+    add(&r, "time/exposed_comm_ms", "ms", 0.1);
+    add(&r, "time/data_ms", "ms", 0.25);
+    add(&r, "sent/comm_bytes", "bytes", 1000);
     return r;
 }
 
@@ -473,13 +477,13 @@ static bool live_line_is(const char *line, int64_t step, const char *bar, int wi
     sprintf(parts[3], "  |g| %.3f", r.grad_norm);
     sprintf(parts[4], "  lr %.1e", r.lr);
     sprintf(parts[5], "  41.2k tok/s");
-    sprintf(parts[6], "  %.1f ms", r.step_ms);
+    sprintf(parts[6], "  %.1f ms", dtrain_record_value(&r, "step_ms"));
     if ((int)strlen(parts[0]) > most) parts[0][most] = 0; /* it alone may be cut in two */
     strcpy(expected, parts[0]);
     for (int i = 1; i < 7 && (int)(strlen(expected) + strlen(parts[i])) <= most; i++)
         strcat(expected, parts[i]);
     if (strlen(expected) + 13 <= (size_t)most)
-        sprintf(expected + strlen(expected), "  data %.1f ms", r.data_ms);
+        sprintf(expected + strlen(expected), "  data %.1f ms", dtrain_record_value(&r, "data_ms"));
     return length == (int)strlen(expected) && strncmp(line, expected, (size_t)length) == 0;
 }
 
@@ -725,16 +729,21 @@ static int summary_rank(dtrain_world *world, void *user)
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
     for (int64_t step = 0; step < 3000; step++) {
         dtrain_step_record r = record_of(step);
-        r.data_ms = step == 2999 ? NAN : step % 50 == 0 ? 400 : 0;
-        r.step_ms =
+        const double data = step == 2999 ? NAN : step % 50 == 0 ? 400 : 0;
+        const double took =
             step < 1000 ? 1000 : 400 + (double)((step * 7919) % 101); /* 400..500, shuffled */
-        r.exposed_comm_ms = step % 20 == 0 ? r.step_ms / 4 : 0;
-        r.comm_ms = r.exposed_comm_ms + 10;
-        r.tokens_per_second = 1e6 / r.step_ms;
-        step_ms += r.step_ms;
-        exposed_ms += r.exposed_comm_ms;
-        comm_ms += r.comm_ms;
-        if (isfinite(r.data_ms)) data_ms += r.data_ms, finite++;
+        const double exposed = step % 20 == 0 ? took / 4 : 0;
+        r.figure_count = 0;
+        add(&r, "time/data_ms", "ms", data);
+        add(&r, "time/step_ms", "ms", took);
+        add(&r, "time/exposed_comm_ms", "ms", exposed);
+        add(&r, "time/comm_ms", "ms", exposed + 10);
+        add(&r, "throughput/tokens_per_second", "", 1e6 / took);
+        add(&r, "sent/comm_bytes", "bytes", 1000);
+        step_ms += took;
+        exposed_ms += exposed;
+        comm_ms += exposed + 10;
+        if (isfinite(data)) data_ms += data, finite++;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
         if (step != 0) continue;
         dtrain_metrics_query(metrics, &info);

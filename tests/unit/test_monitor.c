@@ -58,6 +58,23 @@ static double odd_number(void)
     }
 }
 
+static const struct {
+    const char *name, *unit;
+} figures[] = {{"time/step_ms", "ms"},
+               {"time/comm_ms", "ms"},
+               {"time/exposed_comm_ms", "ms"},
+               {"time/data_ms", "ms"},
+               {"sent/comm_bytes", "bytes"},
+               {"sent/all_to_all_bytes", "bytes"},
+               {"ranks/step_ms_min", "ms"},
+               {"ranks/comm_bytes_mean", "bytes"},
+               {"ranks/step_ms_rank", "rank"},
+               {"throughput/tokens_per_second", ""},
+               {"throughput/flops_per_second", ""},
+               {"sent/bus_bytes_per_second", ""},
+               {"val_perplexity", ""},
+               {"reward", ""}};
+
 static dtrain_step_record random_record(int64_t step)
 {
     dtrain_step_record r;
@@ -69,136 +86,55 @@ static dtrain_step_record random_record(int64_t step)
     r.grad_norm = odd_number();
     r.lr = odd_number();
     r.tokens = (uint64_t)draw(1u << 30) << draw(23);
-    r.tokens_per_second = odd_number();
-    r.step_ms = odd_number();
-    r.comm_ms = odd_number();
-    r.exposed_comm_ms = odd_number();
-    r.data_ms = odd_number();
-    r.comm_bytes = (uint64_t)draw(1u << 30) << draw(23);
     r.loss_scale = draw(2) ? 0 : 1024;
     r.skipped_steps = draw(3);
-    r.straggler_score = odd_number();
-    r.slowest_rank = (int)draw(4);
     r.ranks = (int)draw(4);
-    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
-        dtrain_spread *all = &r.figures[f];
-        all->min = odd_number();
-        all->mean = odd_number();
-        all->max = odd_number();
-        all->max_rank = (int)draw(5) - 1;
-        all->own = draw(2) ? draw(1u << 30) : 0;
-    }
-    if (draw(2)) r.added[0].name = "val_perplexity", r.added[0].value = odd_number();
-    if (draw(2)) r.added[2].name = "reward", r.added[2].value = odd_number();
+    for (size_t i = 0; i < sizeof figures / sizeof *figures; i++)
+        if (draw(4))
+            CHECK(dtrain_record_add(&r, figures[i].name, figures[i].unit,
+                                    figures[i].unit[0] == 'r' ? draw(4) : odd_number()) ==
+                  DTRAIN_OK);
     return r;
 }
 
-/* What a metric must be in a record, by the words of metrics.h alone; false: it is not shown. */
+/* What a figure must be in a record, by the words of metrics.h alone; false: it is not shown. */
 static bool expected(const dtrain_step_record *r, const char *name, double *value)
 {
-    static const struct {
-        const char *name;
-        int figure, mean; /* mean: PART_ms is one of its own */
-    } parts[] = {{"step", DTRAIN_FIGURE_STEP, 0},
-                 {"data", DTRAIN_FIGURE_DATA, 0},
-                 {"forward", DTRAIN_FIGURE_FORWARD, 1},
-                 {"backward", DTRAIN_FIGURE_BACKWARD, 1},
-                 {"exposed_comm", DTRAIN_FIGURE_EXPOSED_COMM, 0},
-                 {"hidden_comm", DTRAIN_FIGURE_HIDDEN_COMM, 1},
-                 {"optimizer", DTRAIN_FIGURE_OPTIMIZER, 1},
-                 {"checkpoint", DTRAIN_FIGURE_CHECKPOINT, 1}};
-    static const struct {
-        const char *name;
-        int figure, most;
-    } gauges[] = {{"bus_bytes_per_second", DTRAIN_FIGURE_BUS, 0},
-                  {"memory_bytes", DTRAIN_FIGURE_MEMORY, 1},
-                  {"memory_peak_bytes", DTRAIN_FIGURE_MEMORY_PEAK, 1},
-                  {"memory_activation_bytes", DTRAIN_FIGURE_ACTIVATIONS, 1}};
-    static const char *const kinds[DTRAIN_COLLECTIVE_KINDS] = {
-        "?", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "?", "send",
-        "?", "?",          "all_to_all"};
-    char key[64];
+    char key[80];
+    bool found = false;
+    double rate = NAN;
 #define IS(text, what, shown) \
     if (strcmp(name, text) == 0) return *value = (double)(what), (shown)
-    IS("loss", r->loss, true);
-    IS("val_loss", r->val_loss, isfinite(r->val_loss));
-    IS("val_accuracy", r->val_accuracy, isfinite(r->val_accuracy));
-    IS("grad_norm", r->grad_norm, true);
-    IS("lr", r->lr, true);
-    IS("tokens", r->tokens, true);
-    IS("tokens_per_second", r->tokens_per_second, true);
-    IS("step_ms", r->step_ms, true);
-    IS("comm_ms", r->comm_ms, true);
-    IS("exposed_comm_ms", r->exposed_comm_ms, true);
-    IS("data_ms", r->data_ms, true);
-    IS("comm_bytes", r->comm_bytes, true);
-    IS("loss_scale", r->loss_scale, r->loss_scale > 0);
-    IS("skipped_steps", r->skipped_steps, r->loss_scale > 0 || r->skipped_steps);
-    IS("straggler_score", r->straggler_score, r->ranks > 1 && isfinite(r->straggler_score));
-    IS("slowest_rank", r->slowest_rank, r->ranks > 1);
-    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
-        snprintf(key, sizeof key, "%s_bytes", kinds[kind]);
-        const dtrain_spread *all = &r->figures[DTRAIN_FIGURE_COMM_BYTES + kind];
-        IS(key, all->own, r->ranks > 0 && all->max_rank >= 0 && all->max > 0);
+    IS("loss/loss", r->loss, true);
+    IS("loss/val_loss", r->val_loss, isfinite(r->val_loss));
+    IS("loss/val_accuracy", r->val_accuracy, isfinite(r->val_accuracy));
+    IS("optimizer/grad_norm", r->grad_norm, true);
+    IS("optimizer/lr", r->lr, true);
+    IS("throughput/tokens", r->tokens, true);
+    IS("optimizer/loss_scale", r->loss_scale, r->loss_scale > 0);
+    IS("optimizer/skipped_steps", r->skipped_steps, r->loss_scale > 0 || r->skipped_steps);
+    for (uint32_t i = 0; i < r->figure_count; i++) {
+        const dtrain_figure *figure = &r->figures[i];
+        snprintf(key, sizeof key, "%s%s", strchr(figure->name, '/') ? "" : "added/", figure->name);
+        if (strcmp(key, name) == 0) *value = figure->value, found = true;
+        if (strcmp(key, "throughput/flops_per_second") == 0)
+            rate = figure->value / (r->ranks * 1e12);
     }
-    const dtrain_spread *all_sent = &r->figures[DTRAIN_FIGURE_COMM_BYTES];
-    const bool several_sent = r->ranks > 1 && all_sent->max_rank >= 0;
-    IS("comm_bytes_min", all_sent->min, several_sent && isfinite(all_sent->min));
-    IS("comm_bytes_mean", all_sent->mean, several_sent && isfinite(all_sent->mean));
-    IS("comm_bytes_max", all_sent->max, several_sent && isfinite(all_sent->max));
-    IS("comm_bytes_rank", all_sent->max_rank, several_sent);
-    const dtrain_spread *tensor = &r->figures[DTRAIN_FIGURE_TENSOR_BYTES],
-                        *waited = &r->figures[DTRAIN_FIGURE_TENSOR_EXPOSED];
-    IS("tensor_bytes", tensor->own, r->ranks > 0 && tensor->max_rank >= 0);
-    IS("tensor_exposed_ms", 1e3 * waited->mean,
-       r->ranks > 0 && waited->max_rank >= 0 && isfinite(waited->mean));
-    const dtrain_spread *line = &r->figures[DTRAIN_FIGURE_PIPELINE_BYTES],
-                        *bubble = &r->figures[DTRAIN_FIGURE_BUBBLE];
-    IS("pipeline_bytes", line->own, r->ranks > 0 && line->max_rank >= 0);
-    IS("bubble_ms", 1e3 * bubble->mean,
-       r->ranks > 0 && bubble->max_rank >= 0 && isfinite(bubble->mean));
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        const dtrain_spread *all = &r->figures[parts[i].figure];
-        const bool known = r->ranks > 0 && all->max_rank >= 0, several = known && r->ranks > 1;
-        snprintf(key, sizeof key, "%s_ms", parts[i].name);
-        if (parts[i].mean) IS(key, 1e3 * all->mean, known && isfinite(all->mean));
-        snprintf(key, sizeof key, "%s_ms_min", parts[i].name);
-        IS(key, 1e3 * all->min, several && isfinite(all->min));
-        snprintf(key, sizeof key, "%s_ms_mean", parts[i].name);
-        IS(key, 1e3 * all->mean, several && isfinite(all->mean));
-        snprintf(key, sizeof key, "%s_ms_max", parts[i].name);
-        IS(key, 1e3 * all->max, several && isfinite(all->max));
-        snprintf(key, sizeof key, "%s_ms_rank", parts[i].name);
-        IS(key, all->max_rank, several);
-    }
-    for (size_t i = 0; i < sizeof gauges / sizeof *gauges; i++) {
-        const dtrain_spread *all = &r->figures[gauges[i].figure];
-        const double what = gauges[i].most ? all->max : all->mean;
-        IS(gauges[i].name, what, r->ranks > 0 && all->max_rank >= 0 && isfinite(what));
-    }
-    const dtrain_spread *step = &r->figures[DTRAIN_FIGURE_STEP],
-                        *work = &r->figures[DTRAIN_FIGURE_FLOPS];
-    const double rate = work->mean * r->ranks / step->max;
-    const bool known = r->ranks > 0 && step->max_rank >= 0 && work->max_rank >= 0 &&
-                       step->max > 0 && work->mean > 0 && isfinite(rate);
-    IS("flops_per_second", rate, known);
-    IS("peak_share", rate / (r->ranks * 1e12), known);
-    for (int i = 0; i < DTRAIN_ADDED_FIGURES; i++)
-        if (r->added[i].name) IS(r->added[i].name, r->added[i].value, true);
-    return false;
+    IS("throughput/peak_share", rate, isfinite(rate));
+    return found;
 #undef IS
 }
 
 /* Says whether a number that was written as text is the one that was meant: the same float, in as few digits as that
  * takes; integers whole. */
-static bool same(const char *text, double want, uint32_t flags)
+static bool same(const char *text, double want, bool whole)
 {
     const double got = strtod(text, NULL);
     char shorter[400];
     int digits = 0;
     if (isnan(want)) return isnan(got);
     if (isinf(want)) return got == want;
-    if (flags & DTRAIN_METRIC_INTEGER) return fabs(got - want) <= 0.5 + 1e-15 * fabs(want);
+    if (whole) return fabs(got - want) <= 0.5 + 1e-15 * fabs(want);
     if (fabs(want) > FLT_MAX) return fabs(got - want) <= 5.1e-6 * fabs(want);
     for (const char *at = text; *at && strchr("-.0123456789", *at); at++)
         digits += *at >= '0' && *at <= '9' && (digits > 0 || *at != '0');
@@ -326,34 +262,44 @@ typedef struct random_run {
     int steps, first, seen;
 } random_run;
 
-static const char *names_of_metrics[200]; /* that some step had */
-static int names_of_metrics_count;
+static char names_of_figures[200][80]; /* that some step had */
+static int names_of_figures_count;
 
 static void note_name(const char *name)
 {
     int i = 0;
-    while (i < names_of_metrics_count && strcmp(names_of_metrics[i], name) != 0) i++;
-    if (i == names_of_metrics_count) names_of_metrics[names_of_metrics_count++] = name;
+    while (i < names_of_figures_count && strcmp(names_of_figures[i], name) != 0) i++;
+    if (i == names_of_figures_count)
+        snprintf(names_of_figures[names_of_figures_count++], 80, "%s", name);
+}
+
+/* The name of a figure with its group. */
+static const char *tag_of(const dtrain_figure *figure)
+{
+    static char tag[80];
+    snprintf(tag, sizeof tag, "%s%s", strchr(figure->name, '/') ? "" : "added/", figure->name);
+    return tag;
 }
 
 static dtrain_result look_at_sample(void *user, const dtrain_metrics_sample *sample)
 {
     random_run *run = (random_run *)user;
-    const dtrain_step_record *r = &run->records[sample->step];
+    const int64_t step = sample->record->step;
+    const dtrain_step_record *r = &run->records[step];
     if (sample->moment != DTRAIN_METRICS_STEP) return DTRAIN_OK;
-    for (size_t i = 0; i < sample->count; i++) note_name(sample->metrics[i].name);
-    for (int n = 0; n < names_of_metrics_count; n++) {
-        const char *name = names_of_metrics[n];
-        const dtrain_metric *shown = NULL;
+    for (size_t i = 0; i < sample->count; i++) note_name(tag_of(&sample->figures[i]));
+    for (int n = 0; n < names_of_figures_count; n++) {
+        const char *name = names_of_figures[n];
+        const dtrain_figure *shown = NULL;
         double want = 0;
         for (size_t i = 0; i < sample->count; i++)
-            if (strcmp(sample->metrics[i].name, name) == 0) shown = &sample->metrics[i];
-        CHECK_MSG(expected(r, name, &want) == (shown != NULL), "step %d, %s is %slisted",
-                  (int)sample->step, name, shown ? "" : "not ");
+            if (strcmp(tag_of(&sample->figures[i]), name) == 0) shown = &sample->figures[i];
+        CHECK_MSG(expected(r, name, &want) == (shown != NULL), "step %d, %s is %slisted", (int)step,
+                  name, shown ? "" : "not ");
         if (shown)
             CHECK_MSG(shown->value == want || (isnan(want) && isnan(shown->value)) ||
                           fabs(shown->value - want) <= 1e-15 * fabs(want),
-                      "step %d, %s is %g, not %g", (int)sample->step, name, shown->value, want);
+                      "step %d, %s is %g, not %g", (int)step, name, shown->value, want);
     }
     CHECK(sample->record != r && memcmp(&sample->record->loss, &r->loss, 8) == 0);
     run->seen++;
@@ -400,8 +346,7 @@ static void look_at_scalar(int64_t step, const char *tag, float value, void *use
 {
     random_run *run = (random_run *)user;
     double want = 0;
-    const char *name = strchr(tag, '/') + 1;
-    if (!expected(&run->records[step], name, &want)) {
+    if (!expected(&run->records[step], tag, &want)) {
         CHECK_MSG(false, "step %d: %s is in TensorBoard", (int)step, tag);
         return;
     }
@@ -420,27 +365,26 @@ static void look_at_line(const random_run *run, const char *json, int step)
     for (const char *c = json; *c != '\n'; c++) keys += *c == ':';
     CHECK(strncmp(json, "{\"step\": ", 9) == 0 && atoi(json + 9) == step);
     CHECK(strncmp(json + strcspn(json, ",\n"), ", \"wall_time\": ", 15) == 0);
-    for (int i = 0; i < names_of_metrics_count; i++) {
-        const char *name = names_of_metrics[i];
+    for (int i = 0; i < names_of_figures_count; i++) {
+        const char *name = names_of_figures[i];
         char pattern[80];
         double want = 0;
-        snprintf(pattern, sizeof pattern, "\"%s\": ", name);
+        snprintf(pattern, sizeof pattern, "\"%s\": ", strchr(name, '/') + 1);
         const bool is = expected(&run->records[step], name, &want);
         const char *value = strstr(json, pattern);
         if (value && value > json + strcspn(json, "\n")) value = NULL;
         shown += is;
         CHECK_MSG((value != NULL) == is, "step %d: JSON and %s", step, name);
-        const uint32_t flags = strstr(name, "bytes") || strcmp(name, "tokens") == 0 ||
-                                       strstr(name, "rank") || strstr(name, "skipped")
-                                   ? DTRAIN_METRIC_INTEGER
-                                   : 0;
+        const bool whole = (strstr(name, "bytes") && !strstr(name, "per_second")) ||
+                           strstr(name, "/tokens") == name + strlen(name) - 7 ||
+                           strstr(name, "_rank") || strstr(name, "skipped");
         if (!is || !value) continue;
         value += strlen(pattern);
         if (!isfinite(want))
             CHECK_MSG(strncmp(value, "null", 4) == 0, "step %d: %s is %.20s", step, name, value);
         else
-            CHECK_MSG(same(value, want, flags && !strstr(name, "per_second") ? flags : 0),
-                      "step %d: %s is %.30s in JSON, not %g", step, name, value, want);
+            CHECK_MSG(same(value, want, whole), "step %d: %s is %.30s in JSON, not %g", step, name,
+                      value, want);
     }
     CHECK_MSG(keys == shown + 2, "step %d: %d keys, %d values", step, keys, shown);
 }
@@ -493,9 +437,9 @@ static void test_random_records(void)
         for (int i = 0; i < files; i++) steps += read_events(names[i], look_at_scalar, &run);
         int shown = 0;
         for (int step = 0; step < all; step++)
-            for (int i = 0; i < names_of_metrics_count; i++) {
+            for (int i = 0; i < names_of_figures_count; i++) {
                 double value;
-                shown += expected(&run.records[step], names_of_metrics[i], &value);
+                shown += expected(&run.records[step], names_of_figures[i], &value);
             }
         CHECK_MSG(steps == all && run.seen == shown,
                   "%d steps in TensorBoard, not %d; %d values, not %d", steps, all, run.seen,
@@ -504,12 +448,12 @@ static void test_random_records(void)
         CHECK(strstr(prom, "dtrain_finished{run=\"dtrain\"} 1\n") &&
               access(path_of("run.prom.next"), F_OK) != 0);
         CHECK(prom[bytes - 1] == '\n');
-        for (int i = 0; i < DTRAIN_ADDED_FIGURES; i++) {
-            const char *name = run.records[all - 1].added[i].name;
+        const dtrain_step_record *last = &run.records[all - 1];
+        for (uint32_t i = 0; i < last->figure_count; i++) {
             char line[80];
-            if (!name) continue;
-            snprintf(line, sizeof line, "\ndtrain_%s{run=\"dtrain\"} ", name);
-            CHECK_MSG(strstr(prom, line), "%s is not in the last file", name);
+            if (strchr(last->figures[i].name, '/')) continue;
+            snprintf(line, sizeof line, "\ndtrain_%s{run=\"dtrain\"} ", last->figures[i].name);
+            CHECK_MSG(strstr(prom, line), "%s is not in the last file", last->figures[i].name);
         }
         free(prom);
     }

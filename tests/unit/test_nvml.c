@@ -23,18 +23,8 @@ typedef struct run {
     dtrain_result result;                         /* of the last nvml_step */
 } run;
 
-/* Return a figure that has been added to a record; NaN: it has not been. */
-static double added(const dtrain_step_record *r, const char *name)
-{
-    for (int i = 0; i < DTRAIN_ADDED_FIGURES; i++)
-        if (r->added[i].name && strcmp(r->added[i].name, name) == 0) return r->added[i].value;
-    return NAN;
-}
-
 static int rank_main(dtrain_world *world, void *user)
 {
-    static const char *const names[] = {"a", "b", "c", "d", "e", "f", "g", "h",
-                                        "i", "j", "k", "l", "m", "n", "o", "p"};
     run *t = (run *)user;
     const int rank = dtrain_world_rank(world);
     nvml n;
@@ -46,10 +36,11 @@ static int rank_main(dtrain_world *world, void *user)
     for (int step = 0; step < STEPS; step++) {
         dtrain_step_record *r = &t->records[rank][step];
         r->step = step + 1;
-        r->step_ms = 10;
-        for (int i = 0; i < t->full; i++) r->added[i].name = names[i];
+        r->figure_count = 0;
+        CHECK(dtrain_record_add(r, "time/step_ms", "ms", 10) == DTRAIN_OK);
+        for (int i = 0; i < t->full; i++) CHECK(dtrain_record_add(r, "a", "", 1) == DTRAIN_OK);
         t->result = nvml_step(&n, r);
-        if (t->full <= DTRAIN_ADDED_FIGURES - NVML_FIGURES) CHECK(t->result == DTRAIN_OK);
+        if (t->full < DTRAIN_RECORD_FIGURES - NVML_FIGURES) CHECK(t->result == DTRAIN_OK);
         if (n.ranks)
             memcpy(t->asked[rank][step], n.answers, (size_t)n.ranks * NVML_FIGURES * sizeof(float));
     }
@@ -88,12 +79,13 @@ static void test_ranks(void)
                 CHECK((double)got[NVML_HEAT] == 60 + of && (int)got[NVML_THROTTLE] == 1 << of);
                 CHECK((double)got[NVML_ECC] == 3 + of);
             }
-            CHECK_CLOSE(added(r, "gpu_utilization"), 0.51, 1e-6);
-            CHECK(added(r, "gpu_memory_bytes") == 1073741824.0 + 2 * 1048576.0);
-            CHECK_CLOSE(added(r, "gpu_clock_hz"), 1981e6, 1e-3);
-            CHECK_CLOSE(added(r, "gpu_power_watts"), 351.5, 1e-6);
-            CHECK(added(r, "gpu_temperature_celsius") == 62);
-            CHECK(added(r, "gpu_throttle") == (1 | 2 | 4) && added(r, "gpu_ecc_errors") == 12);
+            CHECK_CLOSE(dtrain_record_value(r, "gpu_utilization"), 0.51, 1e-6);
+            CHECK(dtrain_record_value(r, "gpu_memory_bytes") == 1073741824.0 + 2 * 1048576.0);
+            CHECK_CLOSE(dtrain_record_value(r, "gpu_clock_hz"), 1981e6, 1e-3);
+            CHECK_CLOSE(dtrain_record_value(r, "gpu_power_watts"), 351.5, 1e-6);
+            CHECK(dtrain_record_value(r, "gpu_temperature_celsius") == 62);
+            CHECK(dtrain_record_value(r, "gpu_throttle") == (1 | 2 | 4) &&
+                  dtrain_record_value(r, "gpu_ecc_errors") == 12);
         }
     CHECK(!t.reasons[0][0] && warnings == 0);
 }
@@ -102,15 +94,19 @@ static void test_ranks(void)
 static void test_unknown(void)
 {
     gpus("utilization=3,ecc=3,reasons=4", stub[0], &t, 1);
-    CHECK(isnan(added(last, "gpu_utilization")) && isnan(added(last, "gpu_ecc_errors")));
-    CHECK(isnan(added(last, "gpu_throttle")) && added(last, "gpu_temperature_celsius") == 60);
+    CHECK(isnan(dtrain_record_value(last, "gpu_utilization")) &&
+          isnan(dtrain_record_value(last, "gpu_ecc_errors")));
+    CHECK(isnan(dtrain_record_value(last, "gpu_throttle")) &&
+          dtrain_record_value(last, "gpu_temperature_celsius") == 60);
     CHECK(warnings == 0);
     gpus("", stub[1], &t, 1); /* functions that an old library lacks, and one by its old name */
-    CHECK(added(last, "gpu_throttle") == 1 && isnan(added(last, "gpu_power_watts")));
+    CHECK(dtrain_record_value(last, "gpu_throttle") == 1 &&
+          isnan(dtrain_record_value(last, "gpu_power_watts")));
     t.without = 1;
     gpus("", stub[0], &t, 3);
-    CHECK(added(last, "gpu_ecc_errors") == 3 + 5 && isnan(t.asked[0][STEPS - 1][1][NVML_ECC]));
-    CHECK_CLOSE(added(last, "gpu_power_watts"), 351.5, 1e-6);
+    CHECK(dtrain_record_value(last, "gpu_ecc_errors") == 3 + 5 &&
+          isnan(t.asked[0][STEPS - 1][1][NVML_ECC]));
+    CHECK_CLOSE(dtrain_record_value(last, "gpu_power_watts"), 351.5, 1e-6);
     t.without = -1;
 }
 
@@ -120,12 +116,13 @@ static void test_pauses(void)
     t.every_ms = 25;
     gpus("power=15", stub[0], &t, 2); /* a lost GPU is not asked again: then it is unknown */
     for (int step = 0; step < STEPS; step++)
-        CHECK_MSG(isnan(added(&t.records[1][step], "gpu_temperature_celsius")) == (step >= 3),
+        CHECK_MSG(isnan(dtrain_record_value(&t.records[1][step], "gpu_temperature_celsius")) ==
+                      (step >= 3),
                   "step %d", step + 1);
     t.every_ms = 0;
     gpus("power=15", stub[0], &t, 1);
-    CHECK(!isnan(added(&t.records[0][0], "gpu_throttle")));
-    CHECK(isnan(added(&t.records[0][1], "gpu_throttle")));
+    CHECK(!isnan(dtrain_record_value(&t.records[0][0], "gpu_throttle")));
+    CHECK(isnan(dtrain_record_value(&t.records[0][1], "gpu_throttle")));
     CHECK_MSG(warnings == 1 && strstr(t.reasons[0], "lost"), "%d warnings, %s", warnings,
               t.reasons[0]);
 }
@@ -141,15 +138,15 @@ static void test_reasons(void)
     CHECK_MSG(strstr(t.reasons[0], "/nowhere/libnvidia-ml.so.1"), "%s", t.reasons[0]);
     gpus("", "", &t, 2);
     CHECK_MSG(strstr(t.reasons[1], "compute on the CPU"), "%s", t.reasons[1]);
-    CHECK(warnings == 0 && !last->added[0].name);
+    CHECK(warnings == 0 && last->figure_count == 1);
 }
 
 /* The program's figures stay; a record that has no room is an error that names what is left out. */
 static void test_room(void)
 {
-    t.full = DTRAIN_ADDED_FIGURES - NVML_FIGURES;
+    t.full = DTRAIN_RECORD_FIGURES - NVML_FIGURES - 1;
     gpus("", stub[0], &t, 1);
-    CHECK(strcmp(last->added[0].name, "a") == 0 && added(last, "gpu_ecc_errors") == 3);
+    CHECK(dtrain_record_value(last, "a") == 1 && dtrain_record_value(last, "gpu_ecc_errors") == 3);
     t.full++;
     gpus("", stub[0], &t, 1);
     CHECK(t.result == DTRAIN_ERROR_ARGUMENT);
@@ -171,7 +168,8 @@ static int written_rank(dtrain_world *world, void *user)
     const dtrain_metrics_sink sink = prometheus_sink(&file);
     desc.jsonl_path = path_of("gpus.jsonl");
     desc.sinks = &sink, desc.sink_count = 1;
-    r.step = 1, r.step_ms = 10, r.ranks = dtrain_world_size(world);
+    r.step = 1, r.ranks = dtrain_world_size(world);
+    CHECK(dtrain_record_add(&r, "time/step_ms", "ms", 10) == DTRAIN_OK);
     CHECK(nvml_open(world, 1000, &n) == DTRAIN_OK && nvml_step(&n, &r) == DTRAIN_OK);
     CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK);
     CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);

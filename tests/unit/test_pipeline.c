@@ -288,7 +288,7 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     line.kind = s->schedule, line.chunks = s->chunks,
     line.units = s->of_stage[0] && s->pipeline > 1 ? s->of_stage : NULL;
     desc.kind = s->kind, desc.mesh = mesh, desc.pipeline = &line, desc.init_seed = s->seed;
-    desc.bucket_bytes = desc.first_bucket_bytes = 4096;
+    desc.bucket_bytes = 4096;
     dtrain_compression_desc compression;
     memset(&compression, 0, sizeof compression);
     compression.kind = DTRAIN_COMPRESSION_TOPK;
@@ -329,8 +329,8 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
                   (unsigned long long)gradient_bytes(*trainer), (unsigned long long)before);
         out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
         out->ended[rank] = record.ended;
-        out->bytes[rank] = (uint64_t)record.figures[DTRAIN_FIGURE_PIPELINE_BYTES].own;
-        CHECK(out->bytes[rank] <= record.comm_bytes);
+        out->bytes[rank] = (uint64_t)fmax(0, dtrain_record_value(&record, "pipeline_bytes"));
+        CHECK(out->bytes[rank] <= (uint64_t)dtrain_record_value(&record, "comm_bytes"));
         out->skipped[rank] = record.skipped_steps;
         if (step == 0) check_planned(world, r, l, &t, *trainer);
         if (step == 1) { /* between two steps, on other data */
@@ -394,7 +394,7 @@ static run *run_on_nodes(const spec *s, int tensor, int pipeline, uint32_t mode,
     r->node_ranks = node_ranks;
     r->s.tensor = tensor, r->s.pipeline = pipeline;
     dtrain_launch_desc desc = ranks_desc(tensor * pipeline * s->data, mode);
-    desc.node_ranks = node_ranks;
+    desc.options.node_ranks = node_ranks;
 #ifdef DTRAIN_CUDA_EMULATION
     const int misuses = nccl_mock_count.misuses;
     desc.mode = DTRAIN_LAUNCH_THREADS; /* NCCL's mock is of one process */

@@ -333,7 +333,8 @@ static job *run_part(option_fn *option, int pipeline, int data, uint32_t schedul
     j->option = option, j->pipeline = pipeline, j->data = data, j->schedule = schedule;
     j->from = from, j->to = to, j->directory = directory, j->fails = option == hook_fails;
     dtrain_launch_desc desc = ranks_desc(pipeline * data, DTRAIN_LAUNCH_THREADS);
-    desc.log_level = DTRAIN_LOG_WARNING, desc.log = count_warnings, desc.log_user = j;
+    desc.options.log_level = DTRAIN_LOG_WARNING, desc.options.log = count_warnings,
+    desc.options.log_user = j;
     const dtrain_result result = ranks_launch(&desc, rank_main, j, NULL);
     CHECK_MSG(result == DTRAIN_OK, "%s", dtrain_last_error());
     return j;
@@ -534,7 +535,7 @@ static void compress(local *l, uint32_t kind, const dtrain_comm_hook_desc *hook)
     l->compression.dense_below = 1, l->compression.dense_steps = 1;
     l->compression.topk_ratio = 0.1f;
     l->how.compression = &l->compression;
-    l->how.bucket_bytes = l->how.first_bucket_bytes = 700;
+    l->how.bucket_bytes = 700;
 }
 static void hook(local *l) { compress(l, 0, &halves[0]); }
 static void hook_fails(local *l) { compress(l, 0, &halves[3]); }
@@ -667,11 +668,6 @@ static void weighs(local *l)
     l->sums = true;
     l->trains.schedule.lr = 0.002f;
 }
-static void weighs_means(local *l)
-{
-    weighs(l);
-    l->how.average = DTRAIN_AVERAGE_MEANS;
-}
 static void plain_trainer(local *l)
 {
     dtrain_trainer_desc *t = &l->trains;
@@ -704,7 +700,6 @@ static void tapes(local *l) { l->tapes = true; }
 static void test_losses_and_trainers(void)
 {
     check_same("weights of the program's own", weighs, 2);
-    check_same("weights of the program's own, means", weighs_means, 1);
     check_same("a trainer's fields", plain_trainer, 2);
     check_same("evaluation alone", evaluates, 2);
     check_same("weights of batches", weighs_batches, 2);
@@ -1132,11 +1127,6 @@ static void resumes_missing(local *l)
     missing_skip(l);
     lion(l);
 }
-static void resumes_groups(local *l)
-{
-    muon(l);
-    l->how.average = DTRAIN_AVERAGE_MEANS;
-}
 
 static void test_resumed(void)
 {
@@ -1144,7 +1134,7 @@ static void test_resumed(void)
     check_resumed("top-k with momentum", topk_with_momentum, 2);
     check_resumed("hierarchical hook", hierarchical_hook, 4);
     check_resumed("missing, skipped", resumes_missing, 2);
-    check_resumed("groups", resumes_groups, 2);
+    check_resumed("groups", muon, 2);
     check_resumed("loss scaling", scales, 2);
     check_resumed("weights of batches", weighs_batches, 2);
     check_resumed("initialisation", initialised, 2);

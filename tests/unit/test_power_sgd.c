@@ -136,7 +136,7 @@ static int rank_steps(dtrain_world *world, const run *r, arrays *of)
     memset(&desc, 0, sizeof desc);
     memset(params, 0, sizeof params);
     how.hook = &hook, how.dense_below = 1, how.dense_steps = DTRAIN_DENSE_STEPS_NONE;
-    desc.compression = &how, desc.bucket_bytes = desc.first_bucket_bytes = r->apart ? 64 : 1 << 20;
+    desc.compression = &how, desc.bucket_bytes = r->apart ? 64 : 1 << 20;
     for (int p = 0; p < MATRICES; p++) {
         params[p].name = names[p], params[p].value = of->value[p], params[p].grad = of->grad[p];
         memcpy(params[p].shape, shapes[p], sizeof params[p].shape);

@@ -196,7 +196,7 @@ static const probe_info *run_model(const struct links *links, int late_first, do
 {
     modelled *m = (modelled *)ranks_shared(sizeof *m);
     dtrain_launch_desc desc = ranks_desc(links->ranks, DTRAIN_LAUNCH_PROCESSES);
-    desc.node_ranks = (uint32_t)links->node_ranks;
+    desc.options.node_ranks = (uint32_t)links->node_ranks;
     m->links = links;
     m->late_first = late_first;
     m->late_empty = late_empty;

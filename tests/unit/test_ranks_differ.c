@@ -1,5 +1,5 @@
 /* What ranks may do differently, and calls at unusual moments: one small program for each defect that was found
- * there. tests/fuzz/programs.c looks for their relatives. */
+ * there. tests/fuzz/test_programs.c looks for their relatives. */
 #include "test.h"
 
 #include "dtrain.h"
@@ -572,7 +572,7 @@ static int nodes_rank(dtrain_world *world, void *user)
 static void test_uneven_nodes(void)
 {
     dtrain_launch_desc desc = ranks_desc(6, DTRAIN_LAUNCH_THREADS);
-    desc.node_ranks = 3;
+    desc.options.node_ranks = 3;
     CHECK_MSG(ranks_launch(&desc, nodes_rank, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 

@@ -926,7 +926,7 @@ static void test_allocation_failures(void)
     dtrain_launch_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.mode = DTRAIN_LAUNCH_THREADS;
-    desc.allocator = counted_allocator(&host_memory);
+    desc.options.allocator = counted_allocator(&host_memory);
     CHECK(dtrain_launch(&desc, allocation_failures_main, NULL, NULL) == DTRAIN_OK);
     CHECK(host_memory.live == 0 && host_memory.wrong == 0);
 }

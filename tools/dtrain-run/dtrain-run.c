@@ -204,8 +204,8 @@ static int run_nodes(run_job *job)
     desc.timeout_ms = UINT32_MAX; /* for the ends of the other nodes */
     desc.join_ms = (uint32_t)(o->timeout * 1e3 < 4e9 ? o->timeout * 1e3 : 4e9);
     desc.grace_ms = (uint32_t)(grace_ms < 4e9 ? grace_ms : 4e9);
-    desc.reserve_bytes = 1u << 20;
-    desc.log = log_line;
+    desc.options.reserve_bytes = 1u << 20;
+    desc.options.log = log_line;
     desc.comm_ops = &no_comm;
     run_set("DTRAIN_RANK", o->node_rank);
     run_set("DTRAIN_WORLD_SIZE", o->nnodes);

@@ -1,7 +1,7 @@
 /* flight.c: which rank is behind, and in which call: reads what ranks wrote when a run failed or hung.
  *
  *   build:   make build/flight
- *   run:     build/flight DIRECTORY        (dtrain_launch_desc.flight_directory, DTRAIN_FLIGHT_DIRECTORY)
+ *   run:     build/flight DIRECTORY        (dtrain_world_options.flight_directory, DTRAIN_FLIGHT_DIRECTORY)
  *
  * What to expect: a line for each rank (the last collective that is done, the one it is in, since when), and one
  * sentence. A rank that wrote nothing hangs, is stopped or dead: what is said of it is what the others saw.
@@ -515,7 +515,7 @@ static void print_help(void)
 {
     printf("flight DIRECTORY   says which rank of a failed run was in which call, of its files "
            "flight-RANK.json\n\n"
-           "Ranks write them to DTRAIN_FLIGHT_DIRECTORY, or dtrain_launch_desc.flight_directory, "
+           "Ranks write them to DTRAIN_FLIGHT_DIRECTORY, or dtrain_world_options.flight_directory, "
            "when a run fails.\n\n"
            "examples\n"
            "  DTRAIN_FLIGHT_DIRECTORY=dumps ./program; flight dumps\n");

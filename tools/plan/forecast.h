@@ -77,7 +77,8 @@ static dtrain_result time_step(run_job *j, forecast_row *r)
     r->update_ms = 1e3 * (sim.computed - before.computed) - r->products_ms - r->others_ms;
     r->comm_ms = 1e3 * (sim.communicated - before.communicated);
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
-    r->sent = record.comm_bytes - (uint64_t)record.figures[DTRAIN_FIGURE_TENSOR_BYTES].own;
+    r->sent = (uint64_t)(dtrain_record_value(&record, "comm_bytes") -
+                         fmax(0, dtrain_record_value(&record, "tensor_bytes")));
     /* without what the trainer exchanges about the step, which goes to all ranks alike */
     const double away =
         r->ranks > 1 ? (double)(r->ranks - r->ranks / r->nodes) / (r->ranks - 1) : 0;

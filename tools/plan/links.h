@@ -43,7 +43,10 @@ static dtrain_result start_probed(dtrain_world *world, const run_job *j)
 static void forecast_links(dtrain_world *world, run_job *j, const dtrain_step_record *record)
 {
     /* next to nothing beside a slow link: clocks of several ranks may make it less */
-    const double compute_ms = fmax(0, record->step_ms - record->exposed_comm_ms - record->data_ms);
+    const double compute_ms = fmax(0, dtrain_record_value(record, "step_ms") -
+                                          dtrain_record_value(record, "exposed_comm_ms") -
+                                          dtrain_record_value(record, "data_ms"));
+    const double sent = dtrain_record_value(record, "comm_bytes");
     dtrain_strategy_info info;
     probe_step step = {0};
     probe_forecast forecast;
@@ -53,8 +56,8 @@ static void forecast_links(dtrain_world *world, run_job *j, const dtrain_step_re
     probed_calls = info.traffic.operation_count;
     if (record->step != LINKS_STEP) return;
     step.compute_seconds = compute_ms / 1e3;
-    step.wire_bytes = record->comm_bytes;
-    if (compute_ms == 0 && record->comm_bytes == 0) return;
+    step.wire_bytes = (uint64_t)sent;
+    if (compute_ms == 0 && sent == 0) return;
     predict_step(&probed_links, &step, &forecast);
     dtrain_log(world, forecast.limited ? DTRAIN_LOG_WARNING : DTRAIN_LOG_INFO, "%s", forecast.text);
 }

@@ -84,7 +84,7 @@ static int tune_rank(dtrain_world *world, void *user)
     while (count < TUNE_STEPS && (count < TUNE_LEAST_STEPS || sum < 1e3 * TUNE_STEP_SECONDS)) {
         dtrain_step_record record;
         TRY(dtrain_trainer_step(j.trainer, &record));
-        sum += times[count++] = record.step_ms;
+        sum += times[count++] = dtrain_record_value(&record, "step_ms");
     }
     sum = dtrain_seconds() - shared->begun;
     TRY(dtrain_world_all_gather(world, &sum, sizeof sum, elapsed));
@@ -155,9 +155,9 @@ static void measure(tuner *t, candidate *c)
     dtrain_launch_desc launch;
     t->shared->steps = 0;
     if (launch_desc(t->s, true, &launch)) return; /* has said why */
-    launch.log = ignore_log;
+    launch.options.log = ignore_log;
     launch.restarts = 0;
-    launch.trace.path = NULL;
+    launch.options.trace.path = NULL;
     if (launch.timeout_ms > 1000 * (uint32_t)TUNE_SECONDS) /* a candidate that hangs has failed */
         launch.timeout_ms = 1000 * (uint32_t)TUNE_SECONDS;
     if (dtrain_launch(&launch, tune_rank, t->shared, NULL) != DTRAIN_OK || !t->shared->steps) {

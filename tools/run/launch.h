@@ -29,7 +29,7 @@ static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
     if (s->emulate)
         emulate_links(launch, (int)s->emulation.node_ranks, s->emulation.gigabits_per_second,
                       s->emulation.latency_us);
-    launch->trace.path = s->trace;
+    launch->options.trace.path = s->trace;
     return 0;
 }
 
@@ -48,16 +48,16 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
 {
     memset(launch, 0, sizeof *launch);
     if (choose_backends(s, launch)) return 2;
-    launch->tune = s->tune_gemm != 0;
-    launch->math = s->precision == TF32 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
-    launch->memory_limit = (uint64_t)s->memory_limit << 20;
+    launch->options.tune = s->tune_gemm != 0;
+    launch->options.math = s->precision == TF32 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
+    launch->options.memory_limit = (uint64_t)s->memory_limit << 20;
     launch->rank_count = (uint32_t)s->ranks;
     launch->default_rank_count = default_ranks(s, trains);
     launch->threads_per_rank = (uint32_t)s->threads;
     launch->timeout_ms = (uint32_t)s->timeout * 1000;
     launch->restarts = (uint32_t)s->restarts;
     launch->job = hash_job();
-    launch->log = print_message;
+    launch->options.log = print_message;
     launch->mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
     return 0;
 }

@@ -64,8 +64,9 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
             continue;
         }
         TRY(result);
-        j->sent = record.comm_bytes - (uint64_t)(record.figures[DTRAIN_FIGURE_TENSOR_BYTES].own +
-                                                 record.figures[DTRAIN_FIGURE_PIPELINE_BYTES].own);
+        j->sent = (uint64_t)(dtrain_record_value(&record, "comm_bytes") -
+                             fmax(0, dtrain_record_value(&record, "tensor_bytes")) -
+                             fmax(0, dtrain_record_value(&record, "pipeline_bytes")));
         TRY(j->program->validate(world, j, step + 1, record.stop_requested, &record));
         stopping =
             record.stop_requested; /* in the step, or in the validation, which has ended then */

@@ -133,7 +133,9 @@ static dtrain_result sim_attention_backward(dtrain_device *device,
     }
 #define CELLS ((double)(a->rows * a->n))
 SIM_KERNEL(activation_backward, CELLS, 3 * CELLS * width(a->dtype))
-SIM_KERNEL(bias, a->activation ? CELLS : 0, CELLS *width(a->dtype) * (a->aux ? 3 : 2))
+#define ENTRIES ((double)(a->m * a->n))
+SIM_KERNEL(bias, a->activation ? ENTRIES : 0, ENTRIES *width(a->c_dtype) * (a->aux ? 3 : 2))
+#undef ENTRIES
 SIM_KERNEL(layernorm, 0, CELLS *(width(a->x_dtype) * (a->sum ? 2 : 1) + 2 * width(a->y_dtype)))
 SIM_KERNEL(layernorm_backward, 0, CELLS *(2 * width(a->x_dtype) + 2 * width(a->y_dtype)))
 SIM_KERNEL(embedding, 0, CELLS *(8 + width(a->dtype)))
@@ -169,7 +171,7 @@ static dtrain_result sim_lion(dtrain_device *device, const dtrain_lion_args *a)
 static dtrain_result sim_muon(dtrain_device *device, const dtrain_muon_args *a)
 {
     (void)device;
-    return update(a->tensor, 1), DTRAIN_OK;
+    return update(a->tensors, 1), DTRAIN_OK;
 }
 
 /* The virtual device with the kernels of layers. */

@@ -6,7 +6,7 @@
  *            build/trace svg OUT.svg IN.json... [STEP]  a drawing of one step, the one in the middle if none is named
  *            build/trace passes OUT.svg IN.json... [STEP]  of a pipeline's passes alone: F, B, W of each micro-batch
  *
- * Traces are what dtrain_launch_desc.trace writes (build/train_gpt --trace FILE), or what merge has made of them. A
+ * Traces are what dtrain_world_options.trace writes (build/train_gpt --trace FILE), or what merge has made of them. A
  * file whose end is missing, of a rank that was killed, is read up to its last whole event.
  * Exit status: 0 when it is done, 1 when the command line is wrong, 2 when a file cannot be read or written.
  *

@@ -18,8 +18,8 @@ DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit)
     return (value + unit - 1) / unit * unit;
 }
 
-/* Ask for 2 MiB pages where the kernel gives them on request: matrices walk many pages at once,
- * and first touch is some ten times faster. A refusal changes nothing. */
+/* Ask for 2 MiB pages: matrices use many pages at once, and first touch is about ten times faster.
+ * A refusal changes nothing. */
 static void dtrain__advise_huge(char *memory, size_t bytes)
 {
 #ifdef MADV_HUGEPAGE
@@ -33,8 +33,8 @@ static void dtrain__advise_huge(char *memory, size_t bytes)
 #endif
 }
 
-/* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
- * kept in the bytes before the memory that is handed out. */
+/* 64-byte aligned memory from an allocator that aligns for any type: the bytes before the returned
+ * memory hold the address of the block. */
 #define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
 
 static void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes)
@@ -57,7 +57,7 @@ static void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory
     allocator->free(allocator->user, block, bytes + DTRAIN__ALIGN_EXTRA);
 }
 
-/* Get at least `floats` of scratch, 64-byte aligned. Contents do not survive. */
+/* Get at least `floats` of scratch, 64-byte aligned, contents undefined. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, int64_t floats, float **out)
 {
     const size_t bytes = (size_t)floats * sizeof(float);
@@ -168,7 +168,7 @@ static dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_
     return DTRAIN_OK;
 }
 
-/* Like alloc, but it is not the model's: not counted. */
+/* Like alloc, but not counted. */
 static dtrain_result dtrain__cpu_host_alloc(dtrain_device *device, size_t bytes, void **memory)
 {
     *memory = dtrain__aligned_alloc(&((dtrain__cpu *)device->state)->allocator, bytes);
@@ -220,25 +220,8 @@ DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)
 DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "cpu",
-        true,
-        dtrain__cpu_create,
-        dtrain__cpu_destroy,
-        dtrain__cpu_query,
-        dtrain__cpu_synchronize,
-        dtrain__cpu_alloc,
-        dtrain__cpu_free,
-        dtrain__cpu_copy,
-        dtrain__cpu_zero,
-        dtrain__cpu_host_alloc,
-        dtrain__cpu_host_free,
-        NULL,
-        NULL,
-        dtrain__cpu_copy_async,
-        DTRAIN__NO_ORDER,
-        DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY, DTRAIN__CPU_ENTRY)};
+    static const dtrain_device_ops ops = DTRAIN__HOST_TABLE(
+        cpu, true, dtrain__cpu_query, dtrain__cpu_host_free, NULL, DTRAIN__CPU_ENTRY);
 #undef DTRAIN__CPU_ENTRY
     return &ops;
 }

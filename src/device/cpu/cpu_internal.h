@@ -19,8 +19,8 @@ typedef struct dtrain__cpu {
     int thread_count;
     const dtrain__kernels *kernels;
     const dtrain__isa *isa;   /* of products */
-    const dtrain__isa *pairs; /* of those of bf16 with bf16; NULL: they are widened */
-    float *scratch;           /* of the kernel that runs; grows in the first step */
+    const dtrain__isa *pairs; /* of products of bf16 with bf16; NULL: widen them */
+    float *scratch;           /* of the running kernel; grows in the first step */
     size_t scratch_bytes;
     double sums[DTRAIN__SUM_CHUNKS];
 } dtrain__cpu;
@@ -40,7 +40,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 /* device/cpu/launch.c */
 DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
                                                  const void *args, int64_t total, int64_t unit,
-                                                 int64_t elements, dtrain_dtype dtype);
+                                                 int64_t slot, int64_t elements,
+                                                 dtrain_dtype dtype);
+/* A launcher that runs the kernel of the same name on [0, total), after a check. */
+#define DTRAIN__LAUNCH(op, check, total, unit, slot, elements, dtype)                         \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device,                     \
+                                                   const dtrain_##op##_args *args)            \
+    {                                                                                         \
+        DTRAIN__TRY(check);                                                                   \
+        return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->op, args, total, unit, \
+                                  slot, elements, dtype);                                     \
+    }
 DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
                                                   const void *args, int64_t count,
                                                   dtrain_dtype dtype);

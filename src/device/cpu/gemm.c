@@ -1,8 +1,8 @@
 /* The driver of matrix products
  *
- * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
- * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
- * of high-performance matrix multiplication", 2008):
+ * C is cut into rectangles, which threads take one by one. One thread with private buffers computes
+ * a rectangle over all of k, in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy of
+ * high-performance matrix multiplication", 2008):
  *
  *          B block (kc, n)                for each block of k:
  *         +----+----+----+                  1. pack A (m, kc) into panels of `mr` rows       -> L2
@@ -17,12 +17,12 @@
  * A packed panel holds its `width` rows (or columns) side by side, k after k: element (r, p) is at
  * [p * width + r], so the kernel reads both panels from front to back.
  *
- * Every element of C is the same chain of operations wherever the rectangles are cut: k is never
- * split between threads and its blocks depend on k alone. So the bits do not depend on the threads.
+ * Every element of C is the same chain of operations for any cut into rectangles: threads never
+ * share k, and its blocks depend only on k. So the bits do not depend on the threads.
  *
- * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
- * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
- * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
+ * Packing costs a quarter of a cycle per element, more if it waits for memory, and each rectangle
+ * repeats it: at least 4 / m + 4 / n of the time. It pays even if the order in memory is right:
+ * rows of B a power of two apart share few cache sets and evict each other from L1. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -40,8 +40,8 @@ typedef struct dtrain__gemm_job {
     dtrain__operand a, b;
     const dtrain__windows *c_rows;
     int64_t k, k_step;      /* k is 0 when alpha is */
-    int64_t parts, part_k;  /* of k, for which there is a C each */
-    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
+    int64_t parts, part_k;  /* parts of k with a C each, and their length */
+    int64_t m_most;         /* most rows of a rectangle whose A fits the buffer */
     int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
     int64_t rows, cols;     /* rectangles */
     int64_t next;           /* atomic: rectangles handed out */
@@ -50,12 +50,12 @@ typedef struct dtrain__gemm_job {
     int needs_partial; /* C cannot hold sums between blocks of k */
 } dtrain__gemm_job;
 
-/* One block of k in one rectangle of C: where it lies and what the thread works with. */
+/* One block of k in one rectangle of C: position and buffers of the thread. */
 typedef struct dtrain__gemm_pass {
     const dtrain__gemm_job *job;
     int64_t i0, i1, j0, j1;
     int64_t p, end; /* along k */
-    int64_t c_at;   /* where this part's C begins, in elements */
+    int64_t c_at;   /* first element of this part's C */
     int k, cells;   /* k in cells of the panels */
     int first, last;
     float *a_block, *b_panel, *partial;
@@ -68,13 +68,12 @@ static void *dtrain__gemm_at(void *data, dtrain_dtype dtype, int64_t index)
 
 static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
- * and how many there are. */
+/* Rows of C at equal distances: first element, elements between rows, number of rows. */
 typedef struct dtrain__gemm_rows {
     int64_t at, ld, count;
 } dtrain__gemm_rows;
 
-/* Return those from row i on. Rows of windows are equally far apart up to the end of a line. */
+/* Return the rows from row i on. Rows of windows have equal distances up to the end of a line. */
 static dtrain__gemm_rows dtrain__gemm_rows_at(const dtrain__gemm_pass *pass, int64_t i)
 {
     const dtrain__windows *windows = pass->job->c_rows;
@@ -107,7 +106,8 @@ static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     }
 }
 
-/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
+/* Apply bias, aux and activation, or the slope of a backward pass, to a tile; aux is part of
+ * x->aux. */
 static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
                                        const dtrain__rectangle *aux, float *tile)
 {
@@ -124,8 +124,8 @@ static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm
     if (x->aux) isa->tile->store(aux, other, isa->nr);
 }
 
-/* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
- * Rows of `tile` beyond the edge are computed and dropped. */
+/* Compute a tile that the edge cuts off, or that C stores in half precision, in `tile`. Rows beyond
+ * the edge are computed and dropped. */
 static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
                                      const float *a, const float *b, int64_t ldb)
 {
@@ -182,8 +182,8 @@ static int dtrain__gemm_panel(const dtrain__gemm_pass *pass)
     return isa->mr * (isa->pitch ? isa->pitch : pass->cells);
 }
 
-/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
- * the panels take their few elements of each. */
+/* Pack A; a transposed A in steps of 16 cells of k: their rows of memory stay in L1 while each
+ * panel takes a few elements of each row. */
 static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
 {
     const dtrain__gemm_job *job = pass->job;
@@ -203,8 +203,8 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
     const dtrain__gemm_job *job = pass->job;
     const dtrain__isa *isa = job->isa;
     int mr = isa->mr, nr = isa->nr;
-    /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
-     * where that is a panel. */
+    /* use B in place if it has the right order and at most two panels of A would use the copy, or
+     * if it is a panel */
     int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && isa->pair == 1 &&
                    (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
     dtrain__gemm_pack_a_block(pass);
@@ -261,7 +261,7 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
     if (isa->end) isa->end();
 }
 
-/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
+/* Cut k into equal blocks of whole cells, and find the rows of A that fit the buffer. */
 static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
 {
     const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
@@ -272,13 +272,13 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
     if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
-    /* Cheap products repay taller blocks, which pack B less often. */
+    /* taller blocks pack B less often, which pays for cheap products */
     job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
     if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
 }
 
-/* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
- * takes the one with the least work per thread: a rectangle's multiplications and packing. */
+/* Cut C. Of the grids that fit the buffers and give every thread the same number of rectangles,
+ * take the grid with the least work per thread: multiplications and packing. */
 static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
 {
     int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
@@ -301,7 +301,7 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
     }
 }
 
-/* Return the floats of scratch that a thread needs; partial: with sums that C cannot hold. */
+/* Return the floats of scratch of a thread; partial: with sums that C cannot hold. */
 DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
 {
     return DTRAIN__MC * DTRAIN__PITCH + DTRAIN__NR_MAX * DTRAIN__KC +
@@ -325,7 +325,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__g
     job.parts = job.k ? dtrain__gemm_ceil(job.k, job.part_k) : 1;
     dtrain__gemm_cut_k(&job);
 
-    /* Waking the others costs more than a quarter of a million multiply-adds. */
+    /* waking other threads costs more than a quarter of a million multiply-adds */
     int64_t tiny = 1 << 18;
     if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
     const int threads = pool ? pool->thread_count : 1;

@@ -1,4 +1,4 @@
-/* Matrix multiplication: what the driver (gemm.c) and the kernels share */
+/* Matrix multiplication: structures of the driver (gemm.c) and the kernels */
 
 #pragma once
 
@@ -6,8 +6,8 @@
 #include "core/dtype.h"
 #include "device/backend.h"
 
-/* Which instances of the kernels are compiled: on x86 all that a machine may have, and scalars for
- * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. */
+/* The compiled instances of the kernels: on x86 AVX-512, AVX2, and scalars for machines without
+ * AVX2, where only correctness counts; with DTRAIN_NATIVE only -march's. */
 #if defined(DTRAIN_NO_SIMD)
 #define DTRAIN__HAS_SCALAR 1
 #elif !defined(__x86_64__)
@@ -25,7 +25,7 @@
 #error "DTRAIN_NATIVE compiles the kernels of -march alone: add -march=native, or leave it out"
 #endif
 
-/* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
+/* 1 if the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
 #if DTRAIN__HAS_AVX512 && DTRAIN__MODELS && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
 #define DTRAIN__PAIRS 1
@@ -43,18 +43,18 @@ enum {
 };
 
 /* A matrix that is never in memory: row r is window r of images (height, width, channels), its
- * columns are taps and in each tap `depth` channels. The windows of an image begin at pixels
- * (i*stride[0], j*stride[1]), i < rows, j < columns; tap (a, b) is y[a], x[b] pixels away from
- * there, and 0 where that is outside. */
+ * columns are taps with `depth` channels each. The windows of an image begin at pixels
+ * (i*stride[0], j*stride[1]), i < rows, j < columns; tap (a, b) is the pixel y[a] lower and x[b] to
+ * the right, or 0 outside the image. */
 typedef struct dtrain__windows {
     int64_t height, width, channels, depth;
     int64_t rows, columns, stride[2];
     int64_t tap_rows, tap_columns;
-    bool joined; /* the taps of a row are one run in memory, where all are inside */
+    bool joined; /* the taps of a row are one run in memory, if all are inside */
     int32_t y[DTRAIN_CONV2D_KERNEL], x[DTRAIN_CONV2D_KERNEL];
 } dtrain__windows;
 
-/* Where a window begins; image: elements from the first image. */
+/* The begin of a window; image: elements from the first image. */
 typedef struct dtrain__corner {
     int64_t image, row, column;
 } dtrain__corner;
@@ -77,7 +77,7 @@ static inline void dtrain__window_next(const dtrain__windows *w, dtrain__corner 
     at->image += w->height * w->width * w->channels;
 }
 
-/* Return where a tap's channels begin, in elements; -1: outside. */
+/* Return the first element of a tap's channels; -1: outside. */
 static inline int64_t dtrain__window_tap(const dtrain__windows *w, const dtrain__corner *at,
                                          int64_t a, int64_t b)
 {
@@ -86,8 +86,8 @@ static inline int64_t dtrain__window_tap(const dtrain__windows *w, const dtrain_
     return at->image + (y * w->width + x) * w->channels;
 }
 
-/* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
- * columns of op(B), p along k. Windows are the rows of op(A) when along_k, else its columns. */
+/* One operand: its element (index, p) has row `index` of op(A) or column `index` of op(B), p along
+ * k. Windows are the rows of op(A) if along_k, else its columns. */
 typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;
@@ -107,8 +107,8 @@ typedef struct dtrain__rectangle {
     int rows, cols;
 } dtrain__rectangle;
 
-/* What follows the last step of k, on a tile with n floats a row, which is nr. finish: bias and
- * activation on `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: between a
+/* Operations after the last step of k, on a tile with n = nr floats a row. finish: bias and
+ * activation on `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: copy between a
  * rectangle and the tile. */
 typedef struct dtrain__tile_ops {
     void (*finish)(float *c, int64_t ldc, int n, int rows, const float *bias, float *aux,
@@ -118,17 +118,17 @@ typedef struct dtrain__tile_ops {
     void (*store)(const dtrain__rectangle *to, const float *tile, int n);
 } dtrain__tile_ops;
 
-/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
+/* Products of an instruction set. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
  * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
  * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
- * begin, end: around the work of a thread; may be NULL. */
+ * begin, end: around the work of a thread; or NULL. */
 typedef struct dtrain__isa {
     const char *name;
     int mr, nr;
     int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
-    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
-    int packing; /* what packing an element costs, in multiply-adds */
-    int pitch;   /* a panel of A has its rows one behind the other, so far apart; 0: side by side */
+    int unit;    /* cells of k in a panel are a multiple of it, padded with 0 */
+    int packing; /* cost of packing an element, in multiply-adds */
+    int pitch;   /* floats between consecutive rows of a panel of A; 0: rows lie side by side */
     void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
                    float beta, float *c, int64_t ldc);
     dtrain__pack_fn pack_a, pack_b;
@@ -137,13 +137,13 @@ typedef struct dtrain__isa {
     void (*end)(void);
 } dtrain__isa;
 
-/* A product, as the driver takes it. */
+/* The driver's arguments. */
 typedef struct dtrain__gemm_call {
-    const dtrain_gemm_args *args; /* sizes, factors, C and what follows; not the operands */
+    const dtrain_gemm_args *args; /* sizes, factors, C, epilogue; not the operands */
     const dtrain__isa *isa;
     dtrain__operand a, b;
     const dtrain__windows
         *c_rows;     /* row i of C is tap (0,0) of window i; NULL: ldc elements apart */
-    int64_t parts;   /* k is cut into so many, each with a C of its own behind the one before */
-    int64_t reserve; /* floats at the beginning of scratch that are the caller's */
+    int64_t parts;   /* number of parts of k, each with its C after the last part's */
+    int64_t reserve; /* floats at the beginning of scratch that the caller uses */
 } dtrain__gemm_call;

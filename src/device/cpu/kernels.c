@@ -1,12 +1,12 @@
-/* Kernels: how work is cut
+/* Kernels: division of work
  *
- *     launcher              checks what only it can see, cuts the work, wakes the pool
- *       -> dtrain__job        what is common to all threads of one kernel
+ *     launcher              checks arguments, cuts the work, wakes the pool
+ *       -> dtrain__job        data of all threads of one kernel
  *         -> range function     the arithmetic on [begin, end), one per instruction set
  *
- * The bits of a result depend on the instruction set, never on the number of threads: a sum is
- * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
- * the arguments, whose sums are then added in order. */
+ * The bits of a result depend on the instruction set, never on the number of threads: one thread
+ * takes a whole sum (rows, columns, heads), or chunks whose size depends only on the arguments have
+ * partial sums, which are added in order. */
 
 #define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
@@ -20,16 +20,16 @@
 #include "device/device.h"
 #include "device/device_internal.h"
 
-/* The text of the kernels is compiled once per instruction set: the file with it is included with
- * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */
+/* The text of the kernels is compiled once per instruction set: each inclusion sets DTRAIN__ISA.
+ * (dtrain.h includes itself; such an inclusion sees only its last part.) */
 #ifndef DTRAIN__KERNEL_TEXT
 #define DTRAIN__KERNEL_TEXT "device/cpu/kernels/text.h"
 #endif
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-/* Their loops are written in vectors: without these passes of gcc they are as fast, and compile in
- * four fifths of the time. */
+/* The loops are vectors already: without these passes of gcc they are as fast, and compile in four
+ * fifths of the time. */
 #if defined(__OPTIMIZE__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("no-tree-vrp,no-tree-pre,no-gcse,no-code-hoisting,no-tree-slp-vectorize", \
@@ -63,8 +63,9 @@ DTRAIN__HOT
 #endif
 /* clang-format on */
 
-/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
- * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
+/* Return an instance that this machine can run, the best for number 0; NULL: no more instances.
+ * With DTRAIN_NATIVE the only instance follows the compiler's flags, which the whole program needs.
+ */
 #if defined(DTRAIN_NATIVE)
 #define DTRAIN__RUNS(feature) true
 #else
@@ -97,7 +98,7 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
     return dtrain__kernels_number(0);
 }
 
-/* Return NULL where products of bf16 are computed in fp32. */
+/* Return NULL if products of bf16 are computed in fp32. */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
 #if DTRAIN__PAIRS
@@ -107,26 +108,6 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
     return NULL;
 }
 
-/* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
-    static void name(const dtrain__mix_job *job)                                                \
-    {                                                                                           \
-        for (size_t at = 0; at < job->count; at++) {                                            \
-            U sum, x;                                                                           \
-            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
-            for (int i = 1; i < job->in_count; i++) {                                           \
-                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
-                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
-                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
-                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
-            }                                                                                   \
-            for (int i = 0; i < job->out_count; i++)                                            \
-                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
-        }                                                                                       \
-    }
-DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
-DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
-
 /* Read the bits, so that -ffast-math cannot remove the test. */
 static bool dtrain__is_nan(double x)
 {
@@ -135,25 +116,31 @@ static bool dtrain__is_nan(double x)
     return (bits & INT64_MAX) > 0x7ff0000000000000u;
 }
 
-/* As kernels/mix.h, one element at a time. */
-static void dtrain__mix_f64(const dtrain__mix_job *job)
-{
-    const double scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0 / job->in_count : 1;
-    for (size_t at = 0; at < job->count; at++) {
-        double sum, x; /* buffers need no alignment */
-        memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);
-        for (int i = 1; i < job->in_count; i++) {
-            memcpy(&x, job->in[i] + at * sizeof x, sizeof x);
-            if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x;
-            else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;
-            else if (dtrain__is_nan(sum)) continue;
-            else if (dtrain__is_nan(x) || (job->op == DTRAIN_REDUCE_MIN ? x < sum : sum < x))
-                sum = x;
-        }
-        x = sum * scale;
-        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * sizeof x, &x, sizeof x);
+/* As kernels/mix.h, one element at a time; buffers need no alignment. Integers add as unsigned U,
+ * which wrap, and compare as signed S. */
+#define DTRAIN__MIX(name, U, S)                                                              \
+    static void name(const dtrain__mix_job *job)                                             \
+    {                                                                                        \
+        for (size_t at = 0; at < job->count; at++) {                                         \
+            U sum, x;                                                                        \
+            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                          \
+            for (int i = 1; i < job->in_count; i++) {                                        \
+                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                            \
+                if (job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN) sum += x; \
+                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                            \
+                else if (!dtrain__is_nan((double)sum) &&                                     \
+                         (dtrain__is_nan((double)x) ||                                       \
+                          (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)sum < (S)x)))   \
+                    sum = x;                                                                 \
+            }                                                                                \
+            if (job->op == DTRAIN_REDUCE_MEAN) sum *= (U)(1.0 / job->in_count);              \
+            for (int i = 0; i < job->out_count; i++)                                         \
+                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                     \
+        }                                                                                    \
     }
-}
+DTRAIN__MIX(dtrain__mix_i32, uint32_t, int32_t)
+DTRAIN__MIX(dtrain__mix_i64, uint64_t, int64_t)
+DTRAIN__MIX(dtrain__mix_f64, double, double)
 
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 {

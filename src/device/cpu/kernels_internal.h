@@ -1,6 +1,6 @@
-/* What launchers and kernels share
+/* Structures of launchers and kernels
  *
- * A job, the table of an instruction set, and the intermediate structures of single operations. */
+ * A job, the table of an instruction set, structures of single operations. */
 
 #pragma once
 
@@ -15,10 +15,10 @@ typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t
 
 typedef struct dtrain__job {
     const void *args;   /* of the kernel */
-    dtrain_dtype dtype; /* of its activations; the largest, where they differ */
+    dtrain_dtype dtype; /* of its activations; the largest if they differ */
     dtrain__range_fn range;
     int64_t total, unit;        /* [0, total) is cut at multiples of unit */
-    bool dynamic;               /* items of unequal cost: handed out one by one */
+    bool dynamic;               /* items have unequal cost: threads take them one by one */
     int64_t next;               /* atomic: items handed out */
     int64_t chunk, chunk_count; /* of ordered partial sums */
     float *scratch;
@@ -26,11 +26,11 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. L: of layers and Muon, which belong to ring 3, models. M: the
- * layers that gain by AVX-512: products, and batch normalisation (without it ResNet-20 is 3 %
- * slower, in bf16 8 %). P: by patches, which scalars lack. AVX-512 has M and P and takes the others
- * from AVX2: with its own, a training step of a small GPT was no faster on Zen 4. Sums between
- * ranks (mix) take a fourth less time with it. */
+/* Every kernel that works on ranges. L: layers and Muon, which belong to ring 3, models. M: layers
+ * that gain by AVX-512: products and batch normalisation (without it ResNet-20 is 3 % slower, in
+ * bf16 8 %). P: convolutions by patches, which scalars lack. AVX-512 has M and P and takes the
+ * others from AVX2: its own made a training step of a small GPT no faster on Zen 4. Sums between
+ * ranks (mix) take a fourth less time with AVX-512. */
 /* clang-format off */
 #define DTRAIN__RANGES(X, L, M, P)                                                   \
     X(add) X(axpby) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(topk)     \
@@ -44,8 +44,8 @@ typedef struct dtrain__job {
     P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
 /* clang-format on */
 
-/* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
- * are copied fastest; columns: windows are the columns of A. Wide tiles have two vectors a row. */
+/* Tiles of convolutions. rows: a panel of A has consecutive rows, into which windows are copied
+ * fastest; columns: windows are the columns of A. Wide tiles have two vectors a row. */
 typedef struct dtrain__conv_tiles {
     dtrain__isa rows, narrow_rows, columns, narrow_columns;
 } dtrain__conv_tiles;
@@ -59,28 +59,27 @@ typedef struct dtrain__kernels {
     DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
 
-/* One tensor of an optimizer step, and the numbers of this step. One of the first two is set. */
+/* One tensor of an optimizer step, and the numbers of this step. */
 typedef struct dtrain__update {
     const dtrain_optimizer_args *args;
-    const dtrain_muon_args *muon;
     const dtrain_optimizer_tensor *tensor;
     dtrain_step_scalars now;
     float inverse; /* of a norm: muon */
 } dtrain__update;
 
-/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
- * has a list of its own. */
+/* The first pass of top-k: candidates are elements of a magnitude above `below`. Each thread has
+ * its own list. */
 typedef struct dtrain__topk_pass {
     const dtrain_topk_args *args;
     int32_t below;
     int64_t room;     /* of a list */
     float *values;    /* (threads, room) */
     int32_t *indices; /* (threads, room) */
-    int64_t *found;   /* (threads); -1: more than the list had room for */
+    int64_t *found;   /* (threads) length of the list; -1: the list was too short */
 } dtrain__topk_pass;
 
-/* A weight (outer, inner, taps), as strides say, in the order of a product's B: (tap, outer,
- * inner), in fp32, with the taps in the order of `order`. Or the way back, for the gradient. */
+/* A weight (outer, inner, taps), with strides, and its fp32 copy in the order of a product's B:
+ * (tap, outer, inner), taps in the order of `order`; or the inverse, for the gradient. */
 typedef struct dtrain__conv_weight {
     const void *weight;
     float *d_weight, *packed; /* packed: (parts, taps, outer, inner) */
@@ -91,24 +90,24 @@ typedef struct dtrain__conv_weight {
     bool accumulate;
 } dtrain__conv_weight;
 
-/* Images as patches of 6 x 6 pixels, or of 4 x 4: windows with a stride of four. */
+/* Images as patches of 6 x 6 or 4 x 4 pixels: windows with a stride of four. */
 typedef struct dtrain__patches {
     dtrain__windows windows;
     void *data;
     dtrain_dtype dtype;
 } dtrain__patches;
 
-/* A convolution of 3 x 3 taps by patches, or (d_y in `to`) its weight gradient. */
+/* A convolution of 3 x 3 taps by patches, or its weight gradient (with d_y in `to`). */
 typedef struct dtrain__winograd {
     dtrain__patches from, to;
-    int64_t patches, block; /* how many, and how many a thread takes at once */
+    int64_t patches, block; /* number of patches, and of patches in a thread's block */
     float *filters;         /* transformed weights, or (parts) of their gradient */
     const float *bias;
     bool accumulate;
 } dtrain__winograd;
 
-/* Return the floats of one place of a block: a line more than it has, or the 36 places of a patch
- * would share few sets of L1. */
+/* Return the floats of one place of a block, padded by a cache line: otherwise the 36 places of a
+ * patch would share few sets of L1. */
 static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int64_t lanes)
 {
     return (vectors * block + 1) * lanes;
@@ -127,7 +126,7 @@ static inline float dtrain__element(const void *p, dtrain_dtype dtype, int64_t a
     return dtrain_half_to_f32(dtype, half);
 }
 
-/* Return the row of wte for a row of tokens, a negative one where the token is in another part. */
+/* Return the row of wte for a row of tokens; negative if another part has the token. */
 static inline int64_t dtrain__token_row(const dtrain_embedding_args *a, int64_t row)
 {
     const int64_t at = a->tokens[row] - a->first_token;
@@ -139,13 +138,13 @@ static inline int64_t dtrain__position(const dtrain_embedding_args *a, int64_t r
     return (a->first_row + row) % a->sequence;
 }
 
-/* Return how many columns count here, and in the whole rows. */
+/* Return the number of columns that count on this rank. */
 static inline int64_t dtrain__classes_here(const dtrain_cross_entropy_args *a)
 {
     return a->classes < 0 ? 0 : a->classes ? a->classes : a->n;
 }
 
-/* Return what rounding takes from lse = top + log_sum; 0 where it is too little to be seen. */
+/* Return the part of lse = top + log_sum that rounding removes; 0 if it is negligible. */
 static inline float dtrain__lse_rest(float top, double log_sum, float lse)
 {
     const double rest = log_sum - ((double)lse - (double)top);
@@ -157,29 +156,29 @@ static inline int64_t dtrain__classes_whole(const dtrain_cross_entropy_args *a)
     return a->whole_classes ? a->whole_classes : dtrain__classes_here(a);
 }
 
-/* Return the column of a row's target, a negative one where it is ignored or not here. */
+/* Return the column of a row's target; negative if it is ignored or on another rank. */
 static inline int64_t dtrain__target_column(const dtrain_cross_entropy_args *a, int64_t row)
 {
     const int64_t at = a->targets[row] - a->first_class;
     return a->targets[row] >= 0 && at < dtrain__classes_here(a) ? at : -1;
 }
 
-#define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
+#define DTRAIN__TOPK_BLOCK 1024    /* elements between two checks of the remaining room */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256
 #define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
 
-/* Elements below which waking threads costs more than it gives; tests set it to 0. */
+/* Elements below which one thread is faster than several; tests set it to 0. */
 #ifndef DTRAIN__SMALL
 #define DTRAIN__SMALL 16384
 #endif
 
-/* One item of attention: where its head begins in q, k, v (and in their gradients), and in y and
- * d_y (`at`); the rest is scratch of this thread. */
+/* One item of attention: the begin of its head in q, k, v (and their gradients) and in y and d_y
+ * (`at`); the rest is scratch of this thread. */
 typedef struct dtrain__head {
     const dtrain_attention_args *args;
     int64_t d, width, y_stride; /* width: d rounded up to a tile */
-    int64_t keys;               /* that count in this batch element */
+    int64_t keys;               /* number that count in this batch element */
     float scale;
     int64_t q, k, v, at;        /* elements */
     const float *mask;          /* (queries, all keys) or NULL */
@@ -193,13 +192,13 @@ typedef struct dtrain__head {
     float *delta, *lse, *rest;  /* (64): rowsum(dO O) */
     float *d_keys, *d_values;   /* (keys rounded up to 64, width) */
     float *values;              /* (64, width): V of halves, backward */
-    float *mask_rows, *mask_t;  /* (64, 64): a part of the mask, and transposed */
+    float *mask_rows, *mask_t;  /* (64, 64): part of the mask, and its transpose */
 } dtrain__head;
 
-/* Which part of a product of attention is not zero. */
+/* The part of an attention product that is not zero. */
 enum {
     DTRAIN__FULL = 0,
-    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
+    DTRAIN__C_UPPER = 1, /* C is needed only for column >= row */
     DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
     DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
 };

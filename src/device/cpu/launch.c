@@ -1,4 +1,4 @@
-/* Launchers of kernels that every program has: element-wise ones, sums, optimizers */
+/* Launchers of the kernels in every program: element-wise operations, sums, optimizers */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -8,22 +8,26 @@
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/kernels_internal.h"
 
-/* Run a kernel that needs no scratch on [0, total), cut at multiples of `unit`. */
+/* Run a kernel on [0, total), cut at multiples of `unit`, with `slot` floats of scratch for each
+ * thread. */
 DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
                                                  const void *args, int64_t total, int64_t unit,
-                                                 int64_t elements, dtrain_dtype dtype)
+                                                 int64_t slot, int64_t elements, dtrain_dtype dtype)
 {
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     dtrain__job job = dtrain__job_make(args, total, unit, dtype);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, elements);
+    job.slot = dtrain__multiple(slot, DTRAIN__LINE);
+    if (slot) DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, range, elements);
 }
 
-/* Run a kernel on each element by itself: cut where neither a cache line nor a vector of random
- * numbers is split. */
+/* Run a kernel on single elements, cut so that no cache line and no vector of random numbers is
+ * split. */
 DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
                                                   const void *args, int64_t count,
                                                   dtrain_dtype dtype)
 {
-    return dtrain__run_kernel(device, range, args, count, 2 * DTRAIN__LINE, count, dtype);
+    return dtrain__run_kernel(device, range, args, count, 2 * DTRAIN__LINE, 0, count, dtype);
 }
 
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device)
@@ -166,12 +170,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
-                                                  const dtrain_convert_args *args)
-{
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->convert, args, args->count,
-                               dtrain__larger(args->x_dtype, args->y_dtype));
-}
+DTRAIN__LAUNCH(convert, DTRAIN_OK, args->count, 2 * DTRAIN__LINE, 0, args->count,
+               dtrain__larger(args->x_dtype, args->y_dtype))
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 

@@ -1,4 +1,4 @@
-/* Launchers of matrix products, of what follows them, and of Muon, which is made of them. */
+/* Launchers of matrix products, their epilogues and Muon. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -19,10 +19,10 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
         all.rows = 1;
     }
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
-                              DTRAIN__LINE, args->rows * args->n, args->dtype);
+                              DTRAIN__LINE, 0, args->rows * args->n, args->dtype);
 }
 
-/* Set sums (n) to the column sums of x (rows, n), or add them. */
+/* Set sums (n) to the column sums of x (rows, n), or add the column sums. */
 DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
                                                   const void *x, dtrain_dtype dtype,
                                                   bool accumulate, float *sums)
@@ -33,14 +33,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
     args.rows = rows;
     args.n = n;
     args.d_out = x;
-    args.d_in = (void *)(uintptr_t)x; /* the same: only d_bias is made */
+    args.d_in = (void *)(uintptr_t)x; /* equal to d_out: only d_bias is made */
     args.d_bias = sums;
     args.dtype = dtype;
     return dtrain__cpu_activation_backward(device, &args);
 }
 
-/* Multiply. A BLAS library, where the program is linked with one, takes products of fp32; bias, aux
- * and activation follow in a second pass over C. */
+/* Multiply. A linked BLAS library computes products of fp32; bias, aux and activation follow in a
+ * second pass over C. */
 static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
@@ -83,9 +83,9 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
     return DTRAIN_OK;
 }
 
-/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. A C in half
- * precision gets its slopes in the tiles, before it is rounded; one in fp32 in the second pass,
- * which takes the column sums as well. */
+/* Multiply, then make the second passes over C or A. A C in half precision is multiplied by its
+ * slopes in the tiles, before rounding; a C in fp32 in the second pass, which also takes the column
+ * sums. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
@@ -114,7 +114,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
         DTRAIN__TRY(dtrain__cpu_activation_backward(device, &after));
     }
     if (!args->bias_grad || of_c) return DTRAIN_OK;
-    /* Row sums of op(A): column sums of what is stored, where it is transposed. */
+    /* row sums of op(A): column sums of a transposed A */
     if (args->flags & DTRAIN_GEMM_TRANS_A)
         return dtrain__column_sums(device, args->k, args->m, args->a, args->a_dtype,
                                    args->accumulate_bias_grad, args->bias_grad);
@@ -129,25 +129,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtrain_bias_args *args)
 {
-    dtrain_gemm_args after;
-    memset(&after, 0, sizeof after);
-    after.activation = args->activation;
-    after.m = args->rows;
-    after.n = after.ldc = args->n;
-    after.c = args->y;
-    after.c_dtype = args->dtype;
-    after.bias = args->bias;
-    after.aux = args->aux;
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
-                              args->rows * args->n, args->dtype);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, args, args->m, 1, 0,
+                              args->m * args->n, args->c_dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
 {
     dtrain__update update;
     memset(&update, 0, sizeof update);
-    update.muon = args;
-    update.tensor = args->tensor;
+    update.args = args;
+    update.tensor = args->tensors;
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     if (args->scalars) {
@@ -158,5 +149,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtra
         update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
     if (update.now.skip) return DTRAIN_OK;
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->muon, &update,
-                               args->tensor->count, DTRAIN_DTYPE_F32);
+                               args->tensors->count, DTRAIN_DTYPE_F32);
 }

@@ -1,19 +1,19 @@
 /* Sparse gradients
  *
- * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
- * only, gives a threshold that lets somewhat more than k through:
+ * Top-k reads the elements once. A sample of some thousand elements, at places that depend only on
+ * count, gives a threshold that somewhat more than k elements exceed:
  *
- *   1. threshold   of the sample, the magnitude of rank m + 4 sqrt(m) + 8, where m is the number of
- *                  the k largest that a sample of this size has on average: four deviations more
- *   2. pass        velocity, residual; what exceeds the threshold goes to a list, one per thread
+ *   1. threshold   the magnitude of rank m + 4 sqrt(m) + 8 in the sample, where m is the average
+ *                  number of the k largest in a sample: four deviations more
+ *   2. pass        update velocity and residual; list elements above the threshold, for each thread
  *   3. border      the k-th largest magnitude of the lists, by histograms of its digits
- *   4. take        what lies above the border, and the first of its equals; zeros in their place
+ *   4. take        elements above the border and the first that equal it; put zeros in their place
  *
- * When the lists hold k elements or more and none was too short, all of the k largest are in them:
- * the result does not depend on the sample, the threads or the instruction set. Else (many equals,
- * or a sample that missed the few that matter) steps 3 and 4 read all elements: four times the
- * reading, the same result. Lists: 8 bytes for each element that may pass, 2 to 4 % of count for k
- * of 1 %, up to four times that for many threads. */
+ * If the lists hold at least k elements and none was too short, they contain the k largest: the
+ * result does not depend on the sample, the threads or the instruction set. Otherwise (many equals,
+ * or an unlucky sample) steps 3 and 4 read all elements: four times the reading, the same result.
+ * Lists take 8 bytes for each candidate: 2 to 4 % of count for k of 1 %, up to four times that for
+ * many threads. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -22,15 +22,15 @@
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/kernels_internal.h"
 
-/* Magnitudes order like their bits; every NaN is the largest. */
+/* Return the magnitude as an integer of the same order; every NaN is the largest. */
 static uint32_t dtrain__magnitude(float value)
 {
     const uint32_t bits = dtrain__f32_bits(value) & 0x7fffffffu;
     return bits > 0x7f800000u ? 0x7fffffffu : bits;
 }
 
-/* The bin, counted from the top, in which the `wanted`-th largest falls; *wanted becomes its place
- * inside the bin. */
+/* Return the bin, counted from the top, of the `wanted`-th largest; *wanted becomes its place in
+ * the bin. */
 static uint32_t dtrain__boundary(const uint32_t *bins, uint32_t bin_count, int64_t *wanted)
 {
     uint32_t bin = bin_count - 1;
@@ -40,10 +40,10 @@ static uint32_t dtrain__boundary(const uint32_t *bins, uint32_t bin_count, int64
 
 #define DTRAIN__TOPK_BINS 2048
 #define DTRAIN__TOPK_SAMPLE 16384 /* at most */
-#define DTRAIN__TOPK_FEW 8192     /* so many need no threshold: all are candidates */
+#define DTRAIN__TOPK_FEW 8192     /* elements that need no threshold: all are candidates */
 
-/* The magnitude of the `wanted`-th largest of x (count), from digits of 11, 10 and 10 bits; *wanted
- * becomes its place among its equals. */
+/* Return the magnitude of the `wanted`-th largest of x (count), from digits of 11, 10 and 10 bits;
+ * *wanted becomes its place among its equals. */
 static uint32_t dtrain__topk_border(const float *x, int64_t count, int64_t *wanted, uint32_t *bins)
 {
     memset(bins, 0, DTRAIN__TOPK_BINS * sizeof *bins);
@@ -60,8 +60,8 @@ static uint32_t dtrain__topk_border(const float *x, int64_t count, int64_t *want
     return prefix;
 }
 
-/* A magnitude that of the k largest elements all but surely none falls below; -1 when there is none
- * that would leave out enough. Also the room that a list needs for what exceeds it. */
+/* Return a magnitude below which almost surely none of the k largest elements falls; -1 if it would
+ * leave out too few elements. *room: length of a list for the elements above it. */
 static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, uint32_t *bins,
                                       int64_t *room)
 {
@@ -73,7 +73,7 @@ static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, 
     const double pass = (double)a->count / (double)size * (double)rank;
     *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_BLOCK;
     if (rank >= size / 2) return -1;
-    for (int64_t i = 0; i < size; i++) { /* not always the same column of a matrix */
+    for (int64_t i = 0; i < size; i++) { /* from different columns of a matrix */
         const uint64_t jitter = ((uint64_t)i * 2654435761u & 0xffffffffu) * (uint64_t)stride >> 32;
         const int64_t at = i * stride + (int64_t)jitter;
         float x = a->x[at];
@@ -81,13 +81,13 @@ static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, 
         sample[i] = a->residual ? a->residual[at] + x : x;
     }
     const uint32_t border = dtrain__topk_border(sample, size, &rank, bins);
-    /* Zeros are as good as never wanted; NaNs are above infinity in the bits they have. */
+    /* zeros are hardly ever wanted; the bits of NaNs are above infinity */
     if (border == 0) return 0;
     return border > 0x7f800000u ? 0x7f800000 : (int32_t)border - 1;
 }
 
-/* Steps 3 and 4 on candidates in ascending order; without indices x are the elements themselves.
- * What is written for an element that is not taken is overwritten by the next. */
+/* Do steps 3 and 4 on candidates in ascending order; without indices x are all elements. The next
+ * element overwrites an element that is not taken. */
 static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, const int32_t *indices,
                               int64_t count, uint32_t *bins)
 {
@@ -106,7 +106,8 @@ static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, cons
         for (int64_t i = 0; i < args->k; i++) args->velocity[args->indices[i]] = 0;
 }
 
-/* Scratch: histogram, threshold's sample or what each thread found, lists of values, of indices. */
+/* Scratch: histogram, then the sample or the counts of threads, lists of values, lists of indices.
+ */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
@@ -140,7 +141,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     memset(pass.found, 0, (size_t)lists * sizeof *pass.found);
     if (few) cpu->kernels->topk(&job, 0, args->count, 0);
     else dtrain__job_run(cpu, &job, cpu->kernels->topk, args->count);
-    /* The lists follow the first one; found -1: one was too short. */
+    /* append the other lists to the first; found -1: a list was too short */
     int64_t found = pass.found[0];
     for (int i = 1; i < lists && found >= 0; i++) {
         const int64_t more = pass.found[i];

@@ -1,9 +1,8 @@
 /* The threads of one rank
  *
- * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
- * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
- * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
- * instruction set. */
+ * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory, table and the
+ * division of work; launch*.c check arguments and call kernels; gemm.c cuts matrix products into
+ * tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each instruction set. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -12,19 +11,19 @@
 
 /* ---- The pool
  *
- * One generation number says which job is current; a worker has run jobs up to its own copy of it.
+ * A generation number identifies the current job; a worker has run all jobs up to its own copy.
  *
  *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0
  *   worker: wait until generation differs from its copy | run task(i) | pending - 1
  *
- * Both waits spin for some 30 us, because training calls follow each other closely, and then sleep
+ * Both waits spin for about 30 us, because training calls follow each other closely, and then sleep
  * on a condition variable. No wake-up is lost: the sleeper announces itself (asleep, caller_asleep)
- * and then looks again; the other side changes the state and then looks for sleepers. All four
- * accesses are sequentially consistent, so at least one of the two sees the other; and the sleeper
+ * and then checks the state again; the other side changes the state and then checks for sleepers.
+ * All four accesses are sequentially consistent, so at least one side sees the other. The sleeper
  * holds the lock from its announcement into the wait, so the signal, sent under that lock, cannot
  * fall between them.
  *
- * Threads do not survive fork: a rank makes its pool after it was forked. */
+ * Threads do not survive fork: a rank makes its pool after the fork. */
 
 static uint32_t dtrain__pool_await_job(dtrain__pool *pool, uint32_t seen)
 {
@@ -84,8 +83,8 @@ static void *dtrain__pool_worker(void *arg)
     }
 }
 
-/* Runs task(ctx, index, count) once for every index below count and returns when all are done;
- * index 0 is the calling thread. Without a pool, or from inside a task, count is 1. */
+/* Run task(ctx, index, count) once for every index below count and return when all are done; index
+ * 0 is the calling thread. Without a pool, or inside a task, count is 1. */
 DTRAIN__PRIVATE void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, void *ctx)
 {
     if (!pool || pool->thread_count == 1 || __atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
@@ -114,22 +113,8 @@ DTRAIN__PRIVATE void dtrain__pool_destroy(dtrain__pool *pool)
     dtrain__free(&allocator, pool, 1, sizeof *pool);
 }
 
-/* Signals stay with the rank's own threads: a worker is created with all of them blocked. */
-static int dtrain__pool_start(dtrain__pool *pool, int index)
-{
-    dtrain__worker *worker = &pool->workers[index - 1];
-    sigset_t all, before;
-    worker->pool = pool;
-    worker->index = index;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &before);
-    int error = pthread_create(&worker->thread, NULL, dtrain__pool_worker, worker);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
-}
-
-/* Returns 0, ENOMEM, or what pthread_create said. `oversubscribed`: threads would spin on a core
- * that another one needs, so they sleep at once. */
+/* Return 0, ENOMEM, or pthread_create's error. `oversubscribed`: threads sleep at once instead of
+ * spinning on a core that another thread needs. */
 DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
                                         int thread_count, int oversubscribed)
 {
@@ -151,7 +136,10 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
     if (!error) error = pthread_cond_init(&pool->work, NULL);
     if (!error) error = pthread_cond_init(&pool->done, NULL);
     for (int i = 1; i < thread_count && !error; i++) {
-        error = dtrain__pool_start(pool, i);
+        dtrain__worker *worker = &pool->workers[i - 1];
+        worker->pool = pool;
+        worker->index = i;
+        error = dtrain__thread_start(&worker->thread, dtrain__pool_worker, worker);
         if (!error) pool->thread_count = i + 1;
     }
     if (error) {

@@ -19,9 +19,9 @@ typedef struct dtrain__pool {
     int thread_count;          /* workers and caller */
     int spins;                 /* pauses before sleeping; 0 when cores are oversubscribed */
     uint32_t generation;       /* atomic */
-    int pending;               /* atomic: workers that have not finished the current job */
+    int pending;               /* atomic: number of workers in the current job */
     int asleep, caller_asleep; /* atomic, written under lock */
-    int busy;                  /* atomic: a job is running, nested calls run inline */
+    int busy;                  /* atomic: a job runs, nested calls run inline */
     int stop;                  /* published by generation, like task and ctx */
     dtrain__task_fn task;
     void *ctx;

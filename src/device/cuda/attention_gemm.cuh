@@ -1,18 +1,18 @@
 /* Attention by batched GEMM and softmax
  *
- * The fallback for all that the tiles of flash.cuh do not take: a mask, fp32 arithmetic, other head
- * sizes, unaligned memory. It is the oracle of flash.cuh as well. With T queries, U keys and d =
- * head size, for `together` heads of one batch element at a time:
+ * The fallback for attention that flash.cuh refuses: a mask, fp32 arithmetic, other head sizes,
+ * unaligned memory. It is also the oracle of flash.cuh. With T queries, U keys and d = head size,
+ * for `together` heads of one batch element at a time:
  *
  *     forward    S = scale Q K' + mask    P = softmax(S)                        Y = P V
  *     backward   S = scale Q K' + mask    P = e^(S - lse)    G = dY V'
  *                D = rows of dY . Y                          dS = P (G - D)
  *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
  *
- * The products read q, k, v of a head where they lie and write dq, dk, dv in the same layout: rows
- * a stride apart, heads d apart. Nothing is permuted. Heads of queries that share a head of keys
- * are one pass: the products read the same K and V for each of them, and their parts of dK and dV,
- * fp32 in scratch, are added up in order.
+ * The products read q, k, v of a head in place and write dq, dk, dv in the same layout: rows a
+ * stride apart, heads d apart. Nothing is permuted. Heads of queries that share a head of keys are
+ * one pass: the products read the same K and V for each head, and their parts of dK and dV, fp32 in
+ * scratch, are added in order.
  *
  * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = U rounded up to 8, within 32
  * MiB unless a single head needs more; the L2 cache of a large GPU holds 32 MiB too. Scores are
@@ -20,8 +20,8 @@
  * dtype of q, which the next product needs, and take the place of S and G: row i of a half P
  * fills the first half of the fp32 row i, so its ld is 2 ld. The mask is added by the softmax.
  *
- * Scores of keys that are later (causal) or padding (key_lengths) are neither read nor kept: P and
- * dS are 0 there. But 0 times a NaN of V is NaN, so here a NaN reaches all rows of its head, not
+ * Scores of later keys (causal) or padding (key_lengths) are neither read nor kept: their P and dS
+ * are 0. But 0 times a NaN of V is NaN, so in this file a NaN reaches all rows of its head, not
  * only the later ones. */
 
 #pragma once
@@ -70,7 +70,7 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_attention_a
     return matrix;
 }
 
-/* Describe the part of q, or of what lies as q does. */
+/* Describe the part of q, or of a matrix with q's layout. */
 static dtrain_cuda_head_matrix dtrain_cuda_head_queries(const dtrain_attention_args *args,
                                                         const dtrain_cuda_heads *x,
                                                         const void *data, int64_t ld)
@@ -78,8 +78,8 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_queries(const dtrain_attention_a
     return dtrain_cuda_head_columns(args, data, ld, x->batch * args->queries, x->first);
 }
 
-/* Describe the part of k or v that the heads read: a matrix for each head or, where heads share it,
- * one for all of this pass. */
+/* Describe the part of k or v that the heads read: a matrix for each head or, if heads share it,
+ * one for this pass. */
 static dtrain_cuda_head_matrix dtrain_cuda_head_keys(const dtrain_attention_args *args,
                                                      const dtrain_cuda_heads *x, const void *data,
                                                      int64_t ld)
@@ -159,11 +159,11 @@ static dtrain_result dtrain_cuda_check_key_lengths(dtrain_device *device,
  * The first walk reads 4 bytes a score from memory (2 with a causal mask), the others find them in
  * cache; the third writes the U elements of P. A mask is read as often as the scores.
  *
- * P may be narrower than S and still take its place: a walk takes 128 scores at a time, all lanes
- * read theirs before one writes, and what is written lies at or before what was read.
+ * P can be narrower than S and still replace it: a walk takes 128 scores at a time, all lanes read
+ * their scores before one writes, and writes never pass reads.
  *
- * The maximum begins at the smallest number, not at -infinity: a row of which the mask hides all
- * has the sum 0 then, P 0 and lse +infinity. */
+ * The maximum begins at the smallest number, not at -infinity: a row hidden by the mask then has
+ * the sum 0, P 0 and lse +infinity. */
 
 struct dtrain_cuda_head_softmax {
     dtrain_cuda_heads heads;
@@ -171,7 +171,7 @@ struct dtrain_cuda_head_softmax {
     float *scores, *grads; /* grads: of the backward pass */
 };
 
-/* A row of scores, and what is added to it. */
+/* A row of scores, and the mask that is added to it. */
 struct dtrain_cuda_score_row {
     float *scores;
     const float *mask; /* or NULL */
@@ -192,8 +192,8 @@ static __device__ __forceinline__ dtrain_cuda_score_row dtrain_cuda_score_row_of
     return row;
 }
 
-/* Load 4 scores from j < limit on, less `from`; those from limit on are not to be used. What
- * rounding takes from the sum with a mask that does not hide is added to the difference. */
+/* Load 4 scores from j < limit on, minus `from`; scores from limit on are undefined. The rounding
+ * error of the sum with a mask that does not hide is added to the difference. */
 static __device__ __forceinline__ dtrain_cuda_pack<float>
 dtrain_cuda_score_row_load(const dtrain_cuda_score_row &row, int64_t j, float from)
 {
@@ -410,8 +410,8 @@ static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
     return dtrain_cuda_head_multiply(device, x, 0, 1, p, v, y, T, d, U, type, type);
 }
 
-/* Give the gradient of k or v, (U,d) = alpha A' (U,T) B (T,d) for each head, or the sum over heads
- * that share it, whose parts are made in scratch. */
+/* Make the gradient of k or v, (U,d) = alpha A' (U,T) B (T,d) for each head, or the sum over heads
+ * that share it, with parts in scratch. */
 static dtrain_result dtrain_cuda_head_keys_gradient(dtrain_device *device,
                                                     const dtrain_attention_args *args,
                                                     const dtrain_cuda_heads *x, float alpha,
@@ -467,7 +467,7 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
                                           args->k_stride);
 }
 
-/* Check the arguments and fill in what all passes share. */
+/* Check the arguments and fill in the members that all passes share. */
 static dtrain_result dtrain_cuda_heads_of(const dtrain_attention_args *args, dtrain_cuda_heads *x)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("attention", args->dtype));
@@ -483,7 +483,7 @@ static dtrain_result dtrain_cuda_heads_of(const dtrain_attention_args *args, dtr
     return DTRAIN_OK;
 }
 
-/* Choose how many heads a pass takes: those that share keys or, where none do, as many as the
+/* Choose the number of heads of a pass: heads that share keys or, if none do, as many as the
  * scratch holds with `matrices` (T,ld) each, evened out over the passes. */
 static int64_t dtrain_cuda_heads_together(const dtrain_cuda_heads *x,
                                           const dtrain_attention_args *args, int64_t ld,

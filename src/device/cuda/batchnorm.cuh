@@ -7,7 +7,7 @@
  *     columns_fold    one thread a column adds the shares up, in order
  *     columns_each    y, or d_x: no sums
  *
- * Shares depend on rows and n alone, and so do the bits. Memory is the limit: forward reads x twice
+ * Shares, and so the bits, depend only on rows and n. Memory is the limit: forward reads x twice
  * and writes y, backward reads x, d_y and, for ReLU, y twice and writes d_x. */
 
 #pragma once
@@ -25,7 +25,7 @@ enum {
     DTRAIN_CUDA_COLUMN_SHARES = 256 /* at most */
 };
 
-/* How (rows, n) is cut into blocks. */
+/* The cut of (rows, n) into blocks. */
 struct dtrain_cuda_column_grid {
     int64_t rows, n, share; /* share: rows of a block */
     int64_t tiles, shares;
@@ -43,7 +43,7 @@ static dtrain_cuda_column_grid dtrain_cuda_column_cut(int64_t rows, int64_t n)
     return grid;
 }
 
-/* Where a thread is: its column, which may be beyond the last, and its rows. */
+/* The position of a thread: its column, which can be beyond the last, and its rows. */
 struct dtrain_cuda_column_place {
     int64_t column, first, last;
     int lane, row_lane;
@@ -161,7 +161,7 @@ template <typename T>
 static dtrain_result dtrain_cuda_moments_as(dtrain_device *device,
                                             const dtrain_batchnorm_moments_args *args)
 {
-    const dtrain_cuda_moments_op<T> op = {(const T *)args->x, args->part, args->rows, args->n};
+    const dtrain_cuda_moments_op<T> op = {(const T *)args->x, args->sums, args->rows, args->n};
     return dtrain_cuda_columns_sum(device, "batchnorm, moments", op, args->rows, args->n);
 }
 
@@ -242,7 +242,7 @@ static dtrain_result dtrain_cuda_batchnorm(dtrain_device *device, const dtrain_b
 
 /* ---- Backward ---------------------------------------------------------------------------------*/
 
-/* d_y act'; ReLU's output is positive where its input is. */
+/* Return d_y act'. ReLU's output is positive exactly if its input is. */
 template <typename T>
 static __device__ __forceinline__ float
 dtrain_cuda_batchnorm_slope(uint32_t activation, const void *d_y, const void *y, int64_t at)

@@ -8,12 +8,11 @@
  *     input gradient     rows: pixels of x     k: taps and channels of y
  *     weight gradient    rows: taps and channels of x    k: pixels of y, in parts
  *
- * The parts of a weight gradient follow from the shapes, and another kernel adds them up in order:
- * the bits do not depend on timing. With a stride the input gradient takes taps that are not there
- * as zeros, which costs stride^2 times the products of a GPU library; the CPU device skips them.
+ * The parts of a weight gradient depend only on the shapes, and another kernel adds them in order:
+ * the bits do not depend on timing. With a stride the input gradient multiplies missing taps as
+ * zeros, stride^2 times the products of a GPU library; the CPU device skips them.
  *
- * Bytes: x, y and weight once, as far as the caches hold the windows that overlap. All arithmetic
- * is fp32. */
+ * Bytes: x, y and weight once, if the caches hold overlapping windows. All arithmetic is fp32. */
 
 #pragma once
 
@@ -47,7 +46,7 @@ struct dtrain_cuda_conv {
     bool accumulate;
 };
 
-/* A pixel that windows are counted by. */
+/* A pixel that identifies a window. */
 struct dtrain_cuda_site {
     int64_t image; /* the first pixel of its image, in the one that is fetched from */
     int y, x;
@@ -69,7 +68,7 @@ static __device__ __forceinline__ dtrain_cuda_site dtrain_cuda_site_of(const dtr
     return site;
 }
 
-/* Return the pixel under a tap, of x or, for the input gradient, of d_y; -1: there is none. */
+/* Return the pixel under a tap, of x or, for the input gradient, of d_y; -1: none. */
 template <int Kind>
 static __device__ __forceinline__ int64_t dtrain_cuda_pixel(const dtrain_windows2d &w,
                                                             const dtrain_cuda_site &site, int tap)

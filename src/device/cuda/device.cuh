@@ -1,7 +1,8 @@
 /* Device: state, errors, waiting, creation
  *
- * A dtrain_event is a cudaEvent_t. Streams are kept in a list, because synchronize waits for all of
- * them; and graphs, because all are dropped when a communicator whose collectives they hold ends.
+ * A dtrain_event is a cudaEvent_t. Streams are in a list, because synchronize waits for all
+ * streams; graphs are in a list, because all are dropped when a communicator ends whose collectives
+ * they hold.
  *
  * Invariant: no call here blocks without a limit. A call that would wait inside the driver (a copy
  * of pageable memory, and cudaFree, which waits for running kernels) is made only after the streams
@@ -137,8 +138,8 @@ static void dtrain_cuda_host_give(const dtrain_allocator *allocator, void *memor
 
 /* ---- Errors -----------------------------------------------------------------------------------*/
 
-/* Ask whether the CUDA context is lost, after which every call repeats the error. A trial call is
- * surer than a list of error codes, which grows with each toolkit. */
+/* Return whether the CUDA context is lost, after which every call repeats the error. A trial call
+ * is safer than a list of error codes, which grows with each toolkit. */
 static bool dtrain_cuda_is_lost(void)
 {
     size_t free_bytes, memory_bytes;
@@ -147,8 +148,7 @@ static bool dtrain_cuda_is_lost(void)
     return error != cudaSuccess && error != cudaErrorMemoryAllocation;
 }
 
-/* Turn a CUDA error into a sentence, and clear it where it can be cleared. `what` names the
- * call. */
+/* Turn a CUDA error into a sentence, and clear it if possible. `what` names the call. */
 static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return DTRAIN_OK;
@@ -178,7 +178,7 @@ static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
 }
 
-/* Check that a guest's device is current on this thread: nothing else is in the host's calls. */
+/* Check that a guest's device is current on this thread. */
 static dtrain_result dtrain_cuda_here(const dtrain_cuda_state *state, const char *what)
 {
     int index = state->index;
@@ -251,9 +251,9 @@ static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream
 
 /* Wait until the device has passed `mark`, then record it anew in the compute stream.
  *
- * The driver's queue holds about a thousand launches, and a launch that finds it full waits inside
- * the driver; behind a collective that waits for a dead rank that would be for ever. So every 128th
- * kernel records a mark. There are two marks, and a mark is recorded only after it has been passed:
+ * The driver's queue holds about a thousand launches, and a launch waits inside the driver if the
+ * queue is full: forever, after a collective that waits for a dead rank. So every 128th kernel
+ * records a mark. There are two marks, and a mark is recorded only after the device has passed it:
  * at most 3 * 128 kernels are queued. */
 static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t mark)
 {
@@ -270,9 +270,9 @@ static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t m
     return dtrain_cuda_check(cudaEventRecord(mark, state->stream), "waiting for the GPU");
 }
 
-/* Keep the launch queue short; call it before every launch. False means an error, which is in
- * state->queue_error. Kernels that a graph captures are not queued and do not count; whether the
- * host captures is asked when a mark is due. */
+/* Keep the launch queue short; called before every launch. False: an error in state->queue_error.
+ * Kernels that a graph captures are not queued and do not count; a host's capture is checked when a
+ * mark is due. */
 static bool dtrain_cuda_limit_queue(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -361,7 +361,7 @@ static void dtrain_cuda_abandon_capture(dtrain_cuda_state *state)
     cudaGetLastError();
 }
 
-/* Give back what CUDA holds for the graphs. One that is running runs to its end. */
+/* Free CUDA's graphs. A running graph finishes. */
 static void dtrain_cuda_graphs_drop(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -382,10 +382,10 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 }
 
 /* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
- * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
- * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
- * here, and graph_end reports it. A capture of the host's continues, and waiting would spoil it:
- * memory that is freed meanwhile is left to the end of the process too. */
+ * its memory stays until the end of the process. A lost device runs nothing, so memory can be
+ * freed. A caller that frees during a capture is cleaning up after an error: the capture ends, and
+ * graph_end reports it. A capture of the host program continues, and waiting would spoil it: memory
+ * freed meanwhile also stays until the end of the process. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -447,8 +447,8 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* Make the rank's GPU the current device of this thread, from here on, or take the one that is
- * current. Read its properties. */
+/* Make the rank's GPU the current device of this thread, or take the current device. Read its
+ * properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;
@@ -546,8 +546,8 @@ static void dtrain_cuda_free_retired(dtrain_cuda_state *state)
     while (state->retired_count > 0) cudaFree(state->retired[--state->retired_count]);
 }
 
-/* Destroy the device. It may be half made or lost: a part that was not made is NULL, and errors no
- * longer matter. */
+/* Destroy the device, which can be half made or lost: missing parts are NULL, and errors do not
+ * matter. */
 static void dtrain_cuda_destroy(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);

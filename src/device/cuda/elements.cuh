@@ -1,11 +1,10 @@
 /* Elementwise: the loop of all such kernels
  *
  * Memory bandwidth is the limit. A thread takes packs of W neighbouring elements, with W such that
- * the widest type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two packs
- * are loaded before the first is stored, because memory may be updated in place and the compiler
- * would not move a load above a store. Pointers that are not 16-byte aligned, and the last
- * elements, are taken one element at a time, so that neighbouring threads still read neighbouring
- * elements.
+ * the widest type of the operation fills 16 bytes: 4 with a float, else 8. Two packs are loaded
+ * before the first is stored, because memory can be updated in place and the compiler would not
+ * move a load above a store. Unaligned pointers and the last elements are processed one element at
+ * a time, so that neighbouring threads still read neighbouring elements.
  *
  * An operation is a struct with `load(i, group)` and `store(i, group)`, where `group` holds one
  * pack of each operand. A group is zeroed before load, so an operand that load skips reads as 0. */

@@ -14,7 +14,7 @@
 
 /* ---- add: x (count), y (count) -> out (count) ---------------------------------------------------
  *
- * Two reads, one write; x and out have one type, y may have another. */
+ * Two reads, one write; x and out have one type, y can have another. */
 
 template <typename X, typename Y> struct dtrain_cuda_add_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -130,7 +130,7 @@ static dtrain_result dtrain_cuda_axpby_as(dtrain_device *device, const dtrain_ax
     return dtrain_cuda_each(device, "axpby", op, args->count, aligned);
 }
 
-/* y (count) times a / divisor[0]. Where that is 1 every thread leaves before it reads y. */
+/* Multiply y (count) by a / divisor[0]. If that is 1, no thread reads y. */
 template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
     dtrain_cuda_divide_kernel(T *y, int64_t count, T a, const float *divisor)
@@ -182,8 +182,8 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
  *
  * One read (two to accumulate) and one write. Element i takes word i % 4 of Philox block i / 4, of
  * which the upper 24 bits are compared as integers: the bits of dtrain_random_uniform, so the mask
- * is the one of the CPU device. In a part i is an element's number in the whole tensor; where these
- * numbers are not whole packs one behind the other, each element draws a block. */
+ * is the CPU device's. In a part, i is an element's number in the whole tensor; if these numbers
+ * are not consecutive whole packs, each element draws a block. */
 
 /* Compute dtrain__philox of core/random.c: four random words of a seed, a stream and a counter. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
@@ -347,7 +347,7 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
     return dtrain_cuda_each(device, "convert", op, args->count, aligned);
 }
 
-/* Convert by a copy where both types are equal, so that a NaN keeps its bits. */
+/* Copy if both types are equal, so that a NaN keeps its bits. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
     const dtrain_dtype from = args->x_dtype, to = args->y_dtype;
@@ -383,7 +383,7 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
  *        +------+------+------+
  *        |block3| ...
  *
- * Blocks are cut by the shape alone, so the bits depend on nothing but the inputs. */
+ * Blocks depend only on the shape, so the bits depend only on the inputs. */
 
 enum { DTRAIN_CUDA_CHUNK_ROWS = 64, DTRAIN_CUDA_COLUMN_WARPS = 8, DTRAIN_CUDA_ROWS_AT_ONCE = 2 };
 

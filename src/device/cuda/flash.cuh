@@ -6,9 +6,9 @@
  * causal with T = U. A block stops at the key length of its batch element.
  * Bytes moved: each of q, k, v, y once from memory, and once for each tile from the L2 cache.
  *
- * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them for each warp, and
- * streams tiles of the other side past them. Everything of queries x keys stays in registers:
- * the accumulators of a product have just the layout that the A operand of the next one needs.
+ * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 for each warp, and streams
+ * tiles of the other side. All values of queries x keys stay in registers: the accumulators of a
+ * product have the layout of the next product's A operand.
  *
  *                    own rows     streamed       in registers, per warp
  *     forward        Q            K, V           S = Q K^T       y  += P V
@@ -16,18 +16,18 @@
  *     backward, 2    Q, dY        K, V           S = Q K^T       dQ += dS K
  *
  * with P = softmax(S), dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels
- * are one template, read by columns and by rows. Both compute S and dP: 7 products where a single
- * kernel would need 5. But a single kernel has to add up dQ across blocks, either by floating-point
- * atomics, whose order changes from run to run, or through U / 64 partial sums of dQ in memory.
- * Determinism costs at most 7/5 of the backward arithmetic.
+ * are one template, read by columns and by rows. Both compute S and dP: 7 products instead of the 5
+ * of a single kernel. But a single kernel would have to sum dQ across blocks, either by
+ * floating-point atomics, whose order changes from run to run, or through U / 64 partial sums of dQ
+ * in memory. Determinism costs at most 7/5 of the backward arithmetic.
  *
- * Where several heads of queries share a head of keys and values, the first backward kernel, whose
- * blocks own keys, streams the queries of all heads that share them, one head after the other.
+ * If several heads of queries share a head of keys and values, the first backward kernel, whose
+ * blocks own keys, streams the queries of these heads, one head after the other.
  *
  * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
  * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
- * rows the loads are the limit; with 32 they are half of it. Registers of a thread (limit 255, two
- * blocks per SM):
+ * rows the loads are the limit; with 32 they take half the time. Registers of a thread (limit 255,
+ * two blocks per SM):
  *
  *     forward, head 128      y 128 + S 64                    Q is read again from shared memory
  *     forward, head 64       y 64 + S 64 + Q 32              Q stays in registers
@@ -110,13 +110,13 @@ dtrain_cuda_flash_work_of(const dtrain_cuda_flash_order &order, bool last_is_hea
     return work;
 }
 
-/* Two matrices whose rows go together, of one head: K and V, Q and dY, or their gradients. */
+/* Two matrices of one head with the same rows: K and V, Q and dY, or their gradients. */
 template <typename Storage> struct dtrain_cuda_flash_side {
     Storage *a, *b; /* NULL: not there */
     int a_stride, b_stride, rows;
 };
 
-/* Describe the rows of the block's keys, or of its queries, in a and b. */
+/* Describe the rows of the block's keys or queries in a and b. */
 template <bool KEYS, typename Storage>
 static __device__ __forceinline__ dtrain_cuda_flash_side<Storage>
 dtrain_cuda_flash_side_of(const dtrain_attention_args &args, const dtrain_cuda_flash_work &work,
@@ -144,7 +144,7 @@ dtrain_cuda_flash_keys_of(const dtrain_attention_args &args, const dtrain_cuda_f
     return keys;
 }
 
-/* Load a tile of each of the two, one behind the other. */
+/* Load a tile of each matrix, the second after the first. */
 template <int HEAD, int ROWS, typename Half, typename Storage>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_load_side(dtrain_cuda_pack<Half> *tiles,
@@ -163,9 +163,9 @@ dtrain_cuda_flash_load_side(dtrain_cuda_pack<Half> *tiles,
  *     products         S = Q K0   softmax, y += P V0   S = Q K1 ...
  *     barriers      |           |                    |          |
  *
- * Rows behind the end of the sequence are zeros in the tiles and are not stored. Keys go upwards
- * from 0, which every query may see if there is one: the running maximum is finite after the first
- * tile if the scores are. A batch element of key length 0 has no tile, and sums of 0. */
+ * Rows after the end of the sequence are zeros in the tiles and are not stored. Keys ascend from
+ * key 0, which every query sees: the running maximum is finite after the first tile if the scores
+ * are. A batch element of key length 0 has no tile, and sums of 0. */
 
 template <int HEAD> struct dtrain_cuda_flash_forward_shape {
     static constexpr int m = 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -206,9 +206,9 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
     }
 }
 
-/* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
- * exponentials, and its rest. The backward needs no rest: this kernel takes no masks, and scores in
- * the tens of thousands, which would need it, are rounded by far more as halves. */
+/* Divide y by the sum; the first lane of each row stores lse, the log of the sum of exponentials,
+ * and its rest. Backward needs no rest: this kernel takes no masks, and scores in the tens of
+ * thousands, which would need it, lose far more when rounded to halves. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
@@ -288,7 +288,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         if (seen) dtrain_cuda_flash_accumulate<HEAD>(sums, p, v_tile);
     }
     dtrain_cuda_copy_wait(); /* where there was no key */
-    /* Where the block writes is computed again: in the loop there is no register to keep it in. */
+    /* compute the output address again: the loop has no free register for it */
     const dtrain_cuda_flash_work own_work =
         dtrain_cuda_flash_work_of<HEAD, false>(order, args.causal);
     const dtrain_cuda_flash_side<Storage> y = dtrain_cuda_flash_side_of<false>(
@@ -339,9 +339,9 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_args args, 
  * streamed pair of tiles has two buffers: one barrier for each tile, after which the new buffer is
  * complete and the old one is free.
  *
- * The statistics of a tile of queries lie in shared memory beside it: with KEYS in two buffers,
- * fetched one tile ahead, one number for each thread. Behind the end of the sequence they are
- * infinity and 0, which make P and dS zero. */
+ * The statistics of a tile of queries are also in shared memory: with KEYS in two buffers, fetched
+ * one tile ahead, one number for each thread. After the end of the sequence they are infinity and
+ * 0, which make P and dS zero. */
 
 template <int HEAD, bool KEYS> struct dtrain_cuda_flash_backward_shape {
     static constexpr int m = KEYS && HEAD > 64 ? 1 : 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -408,13 +408,12 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     side other = KEYS ? queries : keys; /* what is streamed */
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
-    /* In a causal mask a key is seen from its own query on, a query sees up to its own key. Keys
-     * that do not count are seen by nobody. */
+    /* With a causal mask a query sees keys up to its own. No query sees keys that do not count. */
     const int begin = args.causal && KEYS ? first : 0;
     const int end = KEYS          ? (first < keys.rows ? queries.rows : 0)
                     : args.causal ? min(keys.rows, first + shape::rows)
                                   : keys.rows;
-    /* Tiles that this warp sees: with KEYS those from `seen` on, else those before it. */
+    /* This warp sees the tiles from `seen` on (KEYS), or before it. */
     const int seen = KEYS ? (args.causal ? row - width + 1 : 0) : args.causal ? row + 16 * M : end;
     const int number = threadIdx.x % (2 * width); /* of a statistic; some threads fetch the same */
     statistics += 2 * work.pair * args.queries;
@@ -431,7 +430,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     int buffer = 0, left = KEYS ? (int)order.sharing - 1 : 0, next; /* left: heads of queries */
     for (int at = begin; at < end; at = next, buffer ^= 1) {
         next = at + width;
-        /* Behind the last query of a head come those of the next head that shares the keys. */
+        /* after the last query of a head follows the next head that shares the keys */
         if (KEYS && next >= end && left > 0)
             left--, next = begin, other.a += HEAD, other.b += HEAD, statistics += 2 * queries.rows;
         const dtrain_cuda_pack<Half> *tiles = streamed + buffer * 2 * tile;
@@ -541,7 +540,7 @@ static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, int64_t he
     }
 }
 
-/* Args is the argument struct of forward or backward, `forward` what both have. */
+/* Args is the argument struct of forward or backward, `forward` their common part. */
 template <typename Args>
 static dtrain_result dtrain_cuda_flash(dtrain_device *device, const dtrain_attention_args *forward,
                                        const Args *args)
@@ -564,8 +563,8 @@ static bool dtrain_cuda_flash_rows(const void *matrix, int64_t stride)
 /* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: a mask, other
  * head sizes, fp32 arithmetic, rows that do not begin at multiples of 16 bytes, GPUs before Ampere
  * or code for them, little shared memory, numbers of rows or columns whose products inside a tile
- * may not fit 32 bits, and heads of queries that cannot share those of keys equally: an error
- * there. */
+ * can exceed 32 bits, and heads of queries that cannot share heads of keys equally, which is an
+ * error. */
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state,
                                     const dtrain_attention_args *args)
 {

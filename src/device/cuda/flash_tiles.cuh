@@ -1,7 +1,7 @@
 /* Tiles of flash attention
  *
- * What the kernels of flash.cuh are made of: instructions of tensor cores, tiles in shared memory,
- * products of a warp's rows with a tile, masks. Head sizes are multiples of 16. */
+ * The parts of flash.cuh's kernels: instructions of tensor cores, tiles in shared memory, products
+ * of a warp's rows with a tile, masks. Head sizes are multiples of 16. */
 
 #pragma once
 
@@ -25,8 +25,8 @@
  * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
  * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1.
  *
- * mma of this shape and cp.async came with Ampere. Code for older GPUs (DTRAIN_CUDA_BEFORE_AMPERE)
- * has none of them: dtrain_cuda_flash_takes keeps off. */
+ * mma of this shape and cp.async need Ampere. Code for older GPUs (DTRAIN_CUDA_BEFORE_AMPERE) has
+ * neither: dtrain_cuda_flash_takes refuses. */
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
 {
@@ -125,9 +125,9 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
 #endif
 }
 
-/* Return x as a value that the compiler knows nothing about, so that what is computed from it stays
- * inside a loop. Addresses in swizzled tiles take two instructions to compute; hoisted out of the
- * loop they would take the registers of the accumulators. */
+/* Return x as a value unknown to the compiler, so that computations from it stay inside a loop.
+ * Addresses in swizzled tiles take two instructions; hoisted out of the loop they would take the
+ * registers of the accumulators. */
 static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 {
 #ifndef DTRAIN_CUDA_EMULATION
@@ -139,10 +139,10 @@ static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 /* ---- Tiles --------------------------------------------------------------------------------------
  *
  * A tile (rows,HEAD) of halves is stored in chunks of 16 bytes. ldmatrix reads one chunk of each of
- * 8 consecutive rows at a time: these chunks have to lie in 8 different groups of 4 banks, that is,
- * their numbers must differ modulo 8. Rows of `chunks` chunks alone repeat after 8 / gcd(chunks, 8)
- * rows; exchanging chunks by XOR with the number of the repetition makes them differ, for every
- * even number of chunks. A static_assert checks it for each head size. */
+ * 8 consecutive rows at a time: these chunks must be in 8 different groups of 4 banks, that is,
+ * their numbers must differ modulo 8. Rows of `chunks` chunks repeat after 8 / gcd(chunks, 8) rows;
+ * XOR of the chunk number with the number of the repetition makes them differ, for every even
+ * number of chunks. A static_assert checks it for each head size. */
 
 template <int HEAD> static constexpr __host__ __device__ int dtrain_cuda_flash_swizzle(int row)
 {
@@ -187,10 +187,10 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
 }
 
 /* Load tile (ROWS,HEAD) = rows `first` and following of matrix (rows,HEAD), whose rows are `stride`
- * elements apart; rows behind its end become zeros. All threads take part; the tile is complete
+ * elements apart; rows after its end become zeros. All threads take part; the tile is complete
  * after dtrain_cuda_copy_wait and a barrier. A thread copies one column in steps of 8, 16 or 32
- * rows, which leave the swizzle alone: one address is computed, the rest are constants. Head sizes
- * 80 and 96 leave a third of the threads idle for that. */
+ * rows, which do not change the swizzle: one address is computed, the other offsets are constants.
+ * With head sizes 80 and 96 a third of the threads is idle. */
 template <int HEAD, int ROWS, typename Storage, typename Half>
 static __device__ __forceinline__ void dtrain_cuda_flash_load(dtrain_cuda_pack<Half> *tile,
                                                               const Storage *matrix, int stride,
@@ -316,9 +316,9 @@ dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
     }
 }
 
-/* Set s to -infinity where the query may not see the key. The warp's first query and key are given.
- * With QUERY_ROWS the rows of s are queries and its columns keys, else the other way round. Most
- * tiles need no mask and return at once. */
+/* Set s to -infinity where the query does not see the key. The warp's first query and key are
+ * given. With QUERY_ROWS the rows of s are queries and its columns keys, else the other way round.
+ * Most tiles need no mask and return at once. */
 template <bool QUERY_ROWS, int M, int N>
 static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4], int query,
                                                               int key, bool causal, int keys)

@@ -1,12 +1,12 @@
 /* GEMM 2: epilogues and fallbacks
  *
- * A product may come with a bias, an activation and a bias gradient. Three ways are tried in this
- * order; each does all that is asked, or nothing:
+ * A product can have a bias, an activation and a bias gradient. Three ways are tried in this order;
+ * each does the whole request, or nothing:
  *
- *     fused      one call of cublasLt, whose epilogue does all that is asked of C
+ *     fused      one call of cublasLt, whose epilogue does the whole request for C
  *     in steps   cublasLt's bare product, then the epilogue kernel below
- *     widened    in steps, with fp32 copies of A and B, and with our own product where cublasLt has
- *                no algorithm for those either
+ *     widened    in steps, with fp32 copies of A and B, and with gemm_plan.cuh's product kernel if
+ *                cublasLt has no algorithm for those either
  *
  *     asked                               epilogue of cublasLt    fallback
  *     C alone                             DEFAULT                 widened
@@ -23,17 +23,17 @@
  *     aux without an activation           none                    in steps
  *     C neither of A's type nor fp32      none                    in steps
  *     A and B of two types                none                    widened
- *     alpha or k is 0                     none                    the epilogue kernel alone
+ *     alpha or k is 0                     none                    only the epilogue kernel
  *
  * Why some epilogues are used in part or not at all:
  *
- *     RELU    whether cublasLt's RELU keeps NaN is not documented, and its backward pass wants a
- *             bit mask in aux where dtrain has values
- *     GELU    not fused in exact fp32 (the error of cublasLt's tanh is not documented), nor where
- *             aux is C, is not 16-byte aligned, or has an ld that is not a multiple of 8
- *     BIAS    asked for with the fp32 bias first; where cublasLt refuses that, with a copy in C's
- *             type, which is rounded a little earlier than C itself would be
- *     BGRAD   its gradient is fp32, which cublasLt may refuse where C is not */
+ *     RELU    it is not documented whether cublasLt's RELU keeps NaN, and its backward pass needs a
+ *             bit mask in aux, where dtrain has values
+ *     GELU    not fused in exact fp32 (the error of cublasLt's tanh is not documented), nor if aux
+ *             is C, is not 16-byte aligned, or has an ld that is not a multiple of 8
+ *     BIAS    tried with the fp32 bias first; if cublasLt refuses that, with a copy in C's type,
+ *             which rounds a little earlier than C would be rounded
+ *     BGRAD   its gradient is fp32, which cublasLt can refuse if C is not fp32 */
 
 #pragma once
 
@@ -51,10 +51,10 @@
 
 /* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
  *
- * Does what cublasLt did not: x = product + beta C + bias; forward aux = x, C = act(x); backward
+ * Completes cublasLt's product: x = product + beta C + bias; forward aux = x, C = act(x); backward
  * C = x act'(aux). C is rounded once, because the product is fp32. Reads 4 bytes for each element
- * and, where asked, C and aux; writes C and aux. A thread keeps its columns, so it loads their bias
- * once, and walks down the rows. */
+ * and, if needed, C and aux; writes C and aux. A thread keeps its columns, loads their bias once,
+ * and walks down the rows. */
 
 template <typename T> struct dtrain_cuda_epilogue {
     int64_t rows, n, ld, ldc; /* ld of the product; ldc of C and aux */
@@ -227,7 +227,7 @@ static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
 
 static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
-/* Choose the epilogue that does all that is asked of C, bias gradients apart; false where there is
+/* Choose the epilogue that does the whole request for C without bias gradients; false if there is
  * none. See the table at the head of this file. */
 static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
                                       cublasLtEpilogue_t *out)
@@ -246,8 +246,8 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
            !(args->a_dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_FP32);
 }
 
-/* List the calls of cublasLt that would do, best first, and return how many. `vector` is scratch
- * for a bias in C's type or for a bias gradient that is added to. */
+/* List the possible calls of cublasLt, best first, and return their number. `vector` is scratch for
+ * a bias in C's type or for a bias gradient that is added to. */
 static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilogue_t epilogue,
                                      void *vector, dtrain_cuda_product variants[3])
 {
@@ -280,8 +280,8 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     return count;
 }
 
-/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it; where
- * cublasLt refuses the call, entry->works is false and nothing has been done. */
+/* Run the conversion of the bias, the chosen call, and the bias gradient; if cublasLt refuses the
+ * call, entry->works is false and nothing has been done. */
 static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                                 const dtrain_cuda_product *product,
                                                 dtrain_cuda_gemm_entry *entry)
@@ -371,8 +371,7 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_gemm_args *args
     return steps;
 }
 
-/* Describe the bare product of all rows, and make the fp32 copies of A and B where they are
- * wanted. */
+/* Describe the bare product of all rows, and make the fp32 copies of A and B if needed. */
 static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtrain_gemm_args *args,
                                                const dtrain_cuda_gemm_steps *steps, char *scratch,
                                                dtrain_cuda_product *product)
@@ -482,22 +481,16 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     return DTRAIN_OK;
 }
 
-/* ---- bias: y, aux (rows,n), by the epilogue kernel without a product --------------------------*/
+/* ---- bias: c, aux (m,n), by the epilogue kernel without a product --------------------------*/
 
 static dtrain_result dtrain_cuda_bias(dtrain_device *device, const dtrain_bias_args *args)
 {
-    dtrain_gemm_args all = {};
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->c_dtype));
     if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "bias: activation is %u, which is not a dtrain_activation",
                            (unsigned)args->activation);
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    all.activation = args->activation;
-    all.n = all.ldc = args->n;
-    all.c = args->y;
-    all.bias = args->bias;
-    all.aux = args->aux;
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_epilogue_as)(device, &all, 0, args->rows,
-                                                                      NULL, args->n, 1.0f);
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->c_dtype, dtrain_cuda_epilogue_as)(device, args, 0, args->m,
+                                                                        NULL, args->n, 1.0f);
 }

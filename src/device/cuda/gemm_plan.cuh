@@ -4,7 +4,7 @@
  * which is column-major, gets our B as its first operand and our A as its second; every matrix
  * keeps its address and its ld, and no transposition changes:
  *
- *     here, row-major                     cublasLt, column-major
+ *     dtrain, row-major                   cublasLt, column-major
  *     B (k,n), or (n,k) with TRANS_B      A (n,k) OP_N, or (k,n) OP_T
  *     A (m,k), or (k,m) with TRANS_A      B (k,m) OP_N, or (m,k) OP_T
  *     C (m,n)                             D (n,m)
@@ -13,9 +13,9 @@
  *
  * For each kind of product cublasLt proposes algorithms once, and the cache remembers the choice.
  * By default the first proposal is taken, and every run computes the same bits; with desc->tune the
- * first use times all proposals and keeps the fastest. Which one wins can then depend on the run,
- * and so can the last bit of a result. A proposal that cublasLtMatmul refuses is replaced by the
- * next one, and that is remembered too. Where none is left, a kernel of our own multiplies.
+ * first use times all proposals and keeps the fastest. The choice, and with it the last bit of a
+ * result, can then depend on the run. If cublasLtMatmul refuses a proposal, the next one replaces
+ * it in the cache; after the last one, the kernel below multiplies.
  *
  * Cost of a product that is in the cache: one hash, one memcmp, at most two attributes, one
  * launch. C is the output of every product, also with beta != 0: none needs scratch. */
@@ -62,7 +62,7 @@ struct dtrain_cuda_product {
     void *aux; /* (m,n) with the ld and type of C */
 };
 
-/* All that the choice of an algorithm depends on. Without padding, so that memcmp compares it. */
+/* The inputs of the choice of an algorithm. Without padding, so that memcmp compares it. */
 struct dtrain_cuda_gemm_key {
     int64_t m, n, k, batch, lda, ldb, ldc, a_step, b_step, c_step;
     uint32_t flags, epilogue, type, c_type, vector_type, compute;
@@ -100,8 +100,8 @@ static cudaDataType_t dtrain_cuda_lt_type(dtrain_dtype dtype)
                                        : CUDA_R_32F;
 }
 
-/* Choose the arithmetic of a product. bf16 arithmetic is for operands that were fp32; a widened
- * fp16 has more bits than bf16 keeps, so it takes TF32, which keeps them all. */
+/* Choose the arithmetic of a product. bf16 arithmetic is for fp32 operands; a widened fp16 has more
+ * bits than bf16, so it takes TF32, which keeps them all. */
 static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state,
                                                   const dtrain_cuda_product *product)
 {
@@ -159,7 +159,7 @@ static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state)
 }
 
 /* Find the entry of a key: its own; else a free one among its slots; else the first of its slots,
- * which is evicted. */
+ * whose entry is evicted. */
 static dtrain_cuda_gemm_entry *dtrain_cuda_gemm_slot(dtrain_cuda_gemm_cache *cache,
                                                      const dtrain_cuda_gemm_key *key)
 {
@@ -257,8 +257,8 @@ static cublasStatus_t dtrain_cuda_lt_limit(cublasLtMatmulPreference_t limits,
     return cublasLtMatmulPreferenceSetAttribute(limits, attribute, &value, sizeof value);
 }
 
-/* Ask cublasLt for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 where there are
- * none. A product that is cut along k may add its parts in fp32 only, not in C's type. */
+/* Ask cublasLt for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 if there are none. A
+ * product cut along k must add its parts in fp32, not in C's type. */
 static cublasStatus_t dtrain_cuda_lt_ask(const dtrain_cuda_state *state,
                                          const dtrain_cuda_gemm_entry *entry,
                                          cublasLtMatmulPreference_t limits,
@@ -299,7 +299,7 @@ static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
                           state->workspace_bytes, state->stream);
 }
 
-/* Measure the best time of a candidate that writes to `out`; infinity where it cannot run. */
+/* Measure the best time of a candidate that writes to `out`; infinity if it cannot run. */
 static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
                                          const dtrain_cuda_product *x, void *out,
                                          const cublasLtMatmulAlgo_t *algorithm,
@@ -349,9 +349,9 @@ static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm
     return result;
 }
 
-/* Give the memory that candidates are timed in. With beta == 0 every run leaves the result in C, so
- * C itself will do. Else C must stay as it is: the result is new memory of its size, or NULL where
- * C is too large or no memory is left. */
+/* Return memory for timing candidates. With beta == 0 every run leaves the result in C, so C is
+ * returned. Otherwise C must not change: return new memory of its size, or NULL if C is too large
+ * or no memory is left. */
 static void *dtrain_cuda_lt_timing_memory(const dtrain_cuda_product *x)
 {
     const uint64_t count = (uint64_t)x->m * (uint64_t)x->ldc;
@@ -402,7 +402,7 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
     return result;
 }
 
-/* Say whether cublasLt refused an algorithm, before anything ran: another one may do. */
+/* Return whether cublasLt refused an algorithm before anything ran: another one can work. */
 static bool dtrain_cuda_lt_refuses(cublasStatus_t status)
 {
     return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
@@ -469,8 +469,8 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
     return result;
 }
 
-/* Run a product by cublasLt; entry->works is false afterwards where no algorithm takes it, and
- * nothing has run then. */
+/* Run a product by cublasLt; entry->works is false afterwards if no algorithm takes it, and nothing
+ * has run. */
 static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
                                           dtrain_cuda_gemm_entry *entry)
 {
@@ -483,7 +483,7 @@ static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cu
     return entry->works ? dtrain_cuda_lt_check(status, "cublasLtMatmul") : DTRAIN_OK;
 }
 
-/* Count the kinds of products that are in the cache and were made the slow way. */
+/* Count the kinds of products in the cache that slow kernels compute. */
 static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state)
 {
     uint32_t count = 0;
@@ -492,10 +492,10 @@ static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state)
     return count;
 }
 
-/* ---- Our own product: C (m,n) = alpha op(A) (m,k) op(B) (k,n) + beta C --------------------------
+/* ---- The last resort: C (m,n) = alpha op(A) (m,k) op(B) (k,n) + beta C --------------------------
  *
- * The last way, slow and always there: any types, ld and alignment, no epilogue, fp32 arithmetic. A
- * block makes a tile of C, a thread one element of it, in the order of k. */
+ * Slow and always possible: any types, ld and alignment, no epilogue, fp32 arithmetic. A block
+ * makes a tile of C, a thread one element of it, in the order of k. */
 
 static __global__ void __launch_bounds__(DTRAIN_CUDA_GEMM_TILE *DTRAIN_CUDA_GEMM_TILE)
     dtrain_cuda_own_product_kernel(const dtrain_cuda_product x)
@@ -542,8 +542,8 @@ static dtrain_result dtrain_cuda_own_product(dtrain_device *device, const dtrain
                            tiles < INT32_MAX ? tiles : INT32_MAX, (int)(side * side), 0, *x);
 }
 
-/* Compute `batch` products of equal shape without an epilogue, one step apart in memory; attention
- * is made of them. Uses no scratch. */
+/* Compute `batch` products of equal shape without an epilogue, one step apart in memory, for
+ * attention. Uses no scratch. */
 static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
                                               const dtrain_cuda_product *product)
 {

@@ -1,8 +1,7 @@
 /* Language: launches, halves, packs, sums
  *
- * The few tools that every kernel is written with. The emulation (tests/cuda/emulation) replaces
- * the launch and the dynamic shared memory; everything else compiles for a GPU and for a CPU
- * alike. */
+ * The tools of every kernel. The emulation (tests/cuda/emulation) replaces the launch and the
+ * dynamic shared memory; everything else compiles for a GPU and for a CPU. */
 
 #pragma once
 
@@ -46,8 +45,8 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
-/* On a GPU, UNROLL unrolls the loop below it, and ROLLED keeps the compiler from unrolling where
- * that would spill registers. The emulation leaves loops as they are: it compiles faster. */
+/* On a GPU, UNROLL unrolls the next loop, and ROLLED prevents unrolling that would spill registers.
+ * The emulation changes no loops and compiles faster. */
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_UNROLL
 #define DTRAIN_CUDA_ROLLED
@@ -66,8 +65,8 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
 
 /* ---- Half precision -----------------------------------------------------------------------------
  *
- * bf16 and fp16 are formats of storage alone: a kernel loads them, widens them to fp32, computes,
- * rounds once and stores. */
+ * bf16 and fp16 are storage formats: a kernel loads them, widens them to fp32, computes, rounds
+ * once and stores. */
 
 struct dtrain_cuda_bf16 {
     uint16_t bits;
@@ -98,9 +97,8 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 static __device__ __forceinline__ void dtrain_cuda_narrow(double x, double &to) { to = x; }
 
-/* Round to nearest, ties to even: the bits of dtrain_half_from_f32, except that
- * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them
- * does the same. */
+/* Round to nearest, ties to even: the bits of dtrain_half_from_f32, except that every NaN becomes
+ * 0x7fff, as in the GPU's instructions; code for older GPUs and CPUs does the same. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
 {
 #if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
@@ -124,7 +122,7 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 }
 
 /* Narrow two values into a register; `low`, the neighbour with the smaller index, takes the lower
- * bits. One instruction, where integer arithmetic takes some ten for each bf16. */
+ * bits. One instruction instead of about ten integer instructions for each bf16. */
 template <typename Half>
 static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high, Half kind)
 {
@@ -152,8 +150,8 @@ static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, fl
 }
 #endif
 
-/* Load an element whose type is known at run time only, for kernels that are not made for speed;
- * all threads take the same branch. */
+/* Load an element of a type known only at run time, for slow kernels; all threads take the same
+ * branch. */
 static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
 {
     if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
@@ -176,11 +174,11 @@ static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at,
 
 /* ---- Packs: 16 bytes at a time ------------------------------------------------------------------
  *
- * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes.
- * A load or store moves it in accesses of 16 bytes, or of its own size where that is less, so the
- * address must be a multiple of that. A pack of one element takes any address: kernels use it for
- * pointers that are not 16-byte aligned, for row lengths that W does not divide, and for the last
- * elements. Where two types meet, the operation chooses one W for both. */
+ * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes. A
+ * load or store moves it in accesses of 16 bytes, or of its size if that is less; the address must
+ * be a multiple of that. A pack of one element takes any address: kernels use it for pointers that
+ * are not 16-byte aligned, for row lengths that W does not divide, and for the last elements. An
+ * operation on two types chooses one W for both. */
 
 template <typename T, int W = 16 / (int)sizeof(T)>
 struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) dtrain_cuda_pack {
@@ -238,7 +236,7 @@ static inline bool dtrain_cuda_aligned(const void *memory)
  *
  * A butterfly adds the same pairs in the same tree on every lane, so all lanes get one result with
  * the same bits. The block versions use `slots`, 32 elements of shared memory, leave the result in
- * every thread, and may be called twice in a row. blockDim.x must be a multiple of 32. */
+ * every thread, and can be called twice in a row. blockDim.x must be a multiple of 32. */
 
 template <typename T> static __device__ __forceinline__ T dtrain_cuda_warp_sum(T x)
 {

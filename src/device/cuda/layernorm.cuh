@@ -1,10 +1,10 @@
 /* Layer norm, forward and backward
  *
- * A power of two of warps keeps a row in registers, so that the row is read once: one warp for a
- * narrow row, with several rows a block; one block for a wide row. The statistics are computed in
- * two passes over the registers (mean, then squares of the distances from it), so nothing cancels.
- * Rows that are too wide for registers take the "long" kernels, which read the row again from
- * memory. Without `mean` (root mean square norm) the mean is 0, forward and backward. */
+ * A power of two of warps keeps a row in registers and reads it once: one warp for a narrow row,
+ * with several rows a block; one block for a wide row. Two passes over the registers compute the
+ * statistics (mean, then squared distances from it), so nothing cancels. Rows too wide for
+ * registers take the "long" kernels, which read the row again. Without `mean` (root mean square
+ * norm) the mean is 0. */
 
 #pragma once
 
@@ -19,8 +19,8 @@
  * all. */
 #define DTRAIN_CUDA_ROW_THREADS 512 /* of a block, at most: 128 registers for each */
 
-/* Give the elements of a row that a thread keeps, at most. Single elements have an address each,
- * which takes registers too. */
+/* Return the most elements of a row that a thread keeps. Each single element also takes registers
+ * for its address. */
 static __host__ __device__ constexpr int dtrain_cuda_row_kept(int width)
 {
     return width == 1 ? 16 : 32;
@@ -65,8 +65,8 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
  * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
  * residual, one write of sum and of y; weight and bias stay in cache.
  *
- * s = x + residual is rounded to the type of sum before it is normalised: y, mean and rstd belong
- * to the s that backward reads, and fusing the addition changes no bit. */
+ * s = x + residual is rounded to the type of sum before normalisation: y, mean and rstd belong to
+ * the s that backward reads, and fusing the addition changes no bit. */
 
 template <typename X, typename Y, int WIDTH>
 static __device__ __forceinline__ dtrain_cuda_pack<X, WIDTH>
@@ -111,7 +111,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        /* warps after the last row have n = 0: they only take part in barriers */
         const int n = row < args.rows ? (int)args.n : 0;
         float s[chunks][WIDTH], sum = 0, squares = 0;
         DTRAIN_CUDA_UNROLL
@@ -234,8 +234,8 @@ static dtrain_result dtrain_cuda_layernorm(dtrain_device *device, const dtrain_l
  *     d_weight = sum of d_y hat, d_bias = sum of d_y          over the rows
  *
  * x, d_y, d_x, d_residual (rows,n). Bytes: one read of x and d_y, one write of d_x and d_residual
- * (and a read of d_x to accumulate). A block takes many rows; each thread adds its own columns in
- * shared memory, in one sum for every thread, so without a barrier and without bank conflicts. Then
+ * (and a read of d_x to accumulate). A block takes many rows; each thread adds its columns to its
+ * own sums in shared memory, without barriers and bank conflicts. Then
  *
  *     sums of a block's row groups, in order -> partials (blocks, 2, n)
  *     partials, in order -> d_weight, d_bias                  columns kernel
@@ -288,7 +288,7 @@ static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
     }
 }
 
-/* Compute d_x, and the block's partials; partials is NULL where only d_x is wanted. */
+/* Compute d_x, and the block's partials unless partials is NULL. */
 template <typename X, typename Y, int WIDTH>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     dtrain_cuda_layernorm_backward_kernel(dtrain_layernorm_backward_args args,
@@ -306,7 +306,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        /* warps after the last row have n = 0: they only take part in barriers */
         const int n = row < args.rows ? (int)args.n : 0;
         const float mean = n && args.mean ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
         float hat[chunks][WIDTH], d[chunks][WIDTH], d_sum = 0, d_hat_sum = 0;
@@ -428,7 +428,7 @@ static dtrain_result dtrain_cuda_layernorm_columns(dtrain_device *device,
         (args->n + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * 2, 512, 0, *args, partials, count);
 }
 
-/* Run the long kernels. The parameters come first, because d_x may be d_y. */
+/* Run the long kernels. The parameters come first, because d_x can be d_y. */
 static dtrain_result dtrain_cuda_layernorm_backward_long(dtrain_device *device,
                                                          const dtrain_layernorm_backward_args *args)
 {

@@ -6,40 +6,39 @@
 
    and give dtrain_cuda_device_ops() to dtrain_launch_desc.device_ops or to dtrain_device_create.
 
-   Contents, the files that this one is joined from:
+   Contents: the source files.
 
        @contents@
 
-   In a program that has CUDA of its own (dtrain_world_join, or dtrain_device_desc) the device is
-   the one that is current on the calling thread, and has to be current in every later call. Kernels
-   and copies are queued on the host's stream, if it hands one in (its default stream:
-   cudaStreamLegacy): they run after what the host has queued there, and before what it queues
-   later. Other streams of dtrain are ordered with it by events. The stream outlives the device.
-   Device, flags and context are never changed or reset. An error that the host has not read by
-   cudaGetLastError can be overwritten by a call of dtrain, which leaves none.
+   In a program with its own CUDA code (dtrain_world_join, or dtrain_device_desc) the device is the
+   current device of the calling thread, and must be current in every later call. If the program
+   gives a stream (its default stream: cudaStreamLegacy), kernels and copies are queued on it: they
+   run after earlier work of the program on that stream, and before later work. Events order other
+   streams of dtrain with it. The stream outlives the device. Device, flags and context are never
+   changed or reset. A call of dtrain can overwrite an error that the program has not read by
+   cudaGetLastError, and leaves none.
 
-   Graphs. A host can capture its stream around dtrain_strategy_gather, _ready, _release, _finish
-   and dtrain_optimizer_step, after one whole step without a capture. It needs NCCL where there are
-   several ranks, parameters and gradients in device memory, no offload, compression or
-   DTRAIN_MISSING_GRADIENT_ERROR. A rate is recorded as it is; AdamW's update is called after each
-   launch instead, because its corrections of bias change. What cannot be captured is refused with
+   Graphs. A program can capture its stream around dtrain_strategy_gather, _ready, _release, _finish
+   and dtrain_optimizer_step, after one whole step without a capture. This needs NCCL for several
+   ranks, parameters and gradients in device memory, no offload, no compression, and no
+   DTRAIN_MISSING_GRADIENT_ERROR. The learning rate is recorded; AdamW's update is called after each
+   launch instead, because its bias corrections change. A call that cannot be captured returns
    DTRAIN_ERROR_UNSUPPORTED before anything is queued, and the capture continues. Destroy graphs
-   before the strategy. A host that waits by cudaStreamSynchronize for a collective has no deadline:
-   device->ops->synchronize(device) has.
+   before the strategy. cudaStreamSynchronize has no deadline for a collective;
+   device->ops->synchronize(device) has one.
 
-   An operation is written in this order: a comment with shapes and bytes moved, the kernel, the
-   launcher, and its entry in table.cuh. Results are a function of the inputs alone: no
-   floating-point atomics anywhere.
+   The source of an operation has this order: a comment with shapes and bytes moved, the kernel, the
+   launcher, and its entry in table.cuh. Results depend only on the inputs: there are no
+   floating-point atomics.
 
-   The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
-   cublasLt.h (tests/cuda/emulation): so its kernels are tested where there is no GPU.
+   A C++ compiler for a CPU also compiles the file, with stand-ins for cuda_runtime.h and cublasLt.h
+   (tests/cuda/emulation): tests run its kernels without a GPU.
 
-   Speed. The floor of a kernel is the time that its limiting resource needs: the bytes that its
-   comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
-   dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
-   written down so that a measurement can contradict it; small inputs are limited by the launches,
-   2 to 5 microseconds each. bench/bench_kernels measures all but muon, convolution
-   and pooling. Measured: nothing, no hardware yet.
+   Speed. The floor of a kernel is the time of its limiting resource: the bytes in its comment at
+   the bandwidth of a plain copy, or its flops at the peak of the tensor cores for dense bf16. The
+   expected share of the floor is a guess for large inputs, made before any run, for a measurement
+   to contradict; launches limit small inputs, 2 to 5 microseconds each. bench/bench_kernels
+   measures all kernels but muon, convolution and pooling. Nothing is measured yet: no hardware.
 
        kernels                          limiting resource                expected    measured
        add, axpby, convert, activation  memory bandwidth                 90 %        not measured
@@ -61,5 +60,5 @@
        conv2d, conv2d backward          fp32 units, shared memory        30 %        not measured
        pooling                          memory bandwidth                 60 %        not measured
 
-   The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
-   runs from Ampere on, is said to reach 60 to 65 % of it. */
+   The tensor-core peak of Hopper is wgmma's; these kernels use mma.sync, which runs from Ampere on
+   and is said to reach 60 to 65 % of it. */

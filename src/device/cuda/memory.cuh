@@ -51,10 +51,10 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
     if (dtrain_cuda_may_free(device) && cudaFree(memory) != cudaSuccess) cudaGetLastError();
 }
 
-/* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
- * captured with: while there are graphs, and after the host has captured one, the old block stays
- * and the new one has at least twice its size, so the retired blocks together are smaller than the
- * current one. */
+/* Replace the scratch block by a larger one. A captured graph holds the address of its block: while
+ * there are graphs, and after the host program has captured one, the old block stays and the new
+ * block has at least twice its size, so the retired blocks together are smaller than the current
+ * block. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -106,8 +106,9 @@ static dtrain_result dtrain_cuda_copy_kind(dtrain_copy_kind kind, cudaMemcpyKind
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "copy: %d is not a dtrain_copy_kind", (int)kind);
 }
 
-/* Copy. Between host and device the compute stream is idle before the copy, since the driver may
- * stage pageable memory inside the call, and idle after it, since the driver may as well not. */
+/* Copy. Between host and device the compute stream is idle before the copy, because the driver can
+ * stage pageable memory inside the call, and idle after it, because the driver can also not do so.
+ */
 static dtrain_result dtrain_cuda_copy(dtrain_device *device, void *to, const void *from,
                                       size_t bytes, dtrain_copy_kind kind)
 {
@@ -226,7 +227,7 @@ static dtrain_result dtrain_cuda_stream_create(dtrain_device *device, bool high_
     return DTRAIN_OK;
 }
 
-/* Destroy a stream; work that is still queued on it runs to its end. */
+/* Destroy a stream; its queued work still runs. */
 static void dtrain_cuda_stream_destroy(dtrain_device *device, dtrain_stream *stream)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -290,8 +291,8 @@ static dtrain_result dtrain_cuda_event_query(dtrain_device *device, dtrain_event
 
 /* ---- Graphs -------------------------------------------------------------------------------------
  *
- * A capture belongs to this thread alone: another thread of the process, such as a watchdog that
- * polls its events, neither breaks the capture nor is recorded. */
+ * A capture belongs to this thread: another thread of the process, such as a watchdog that polls
+ * its events, neither breaks the capture nor is recorded. */
 
 static dtrain_result dtrain_cuda_graph_begin(dtrain_device *device)
 {
@@ -331,8 +332,7 @@ static dtrain_result dtrain_cuda_graph_end(dtrain_device *device, dtrain_graph *
     return DTRAIN_OK;
 }
 
-/* Launch a graph. One that was dropped is refused with the failure that dropped it, if that still
- * stands. */
+/* Launch a graph. A dropped graph is refused with the failure that dropped it, if it persists. */
 static dtrain_result dtrain_cuda_graph_launch(dtrain_device *device, dtrain_graph *graph)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "graph_launch"));

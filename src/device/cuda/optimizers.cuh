@@ -1,8 +1,8 @@
 /* Optimizers: AdamW, SGD, Lion, the elementwise stages of Muon; many tensors
  *
- * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
- * (at most 4 KiB); more tensors take more launches. A block finds its tensor by its own number and
- * updates 8192 elements of it:
+ * One launch updates many tensors: the kernel's parameters (at most 4 KiB) contain a table of up to
+ * 60 tensors; more tensors take more launches. A block finds its tensor by its number and updates
+ * 8192 elements of it:
  *
  *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
@@ -208,8 +208,8 @@ static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *f
     return to;
 }
 
-/* Launch the update of a list of tensors. `tensors` has everything but the table. All tensors are
- * checked before the first one changes; moments: how many each needs. */
+/* Launch the update of a list of tensors. `tensors` lacks only the table. All tensors are checked
+ * before the first one changes; moments: number of moments of each tensor. */
 template <typename Rule>
 static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name, const Rule &rule,
                                         const dtrain_optimizer_tensor *from, size_t count,
@@ -327,7 +327,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
 
 static dtrain_result dtrain_cuda_muon(dtrain_device *device, const dtrain_muon_args *args)
 {
-    dtrain_optimizer_tensor tensor = *args->tensor;
+    dtrain_optimizer_tensor tensor = *args->tensors;
     dtrain_cuda_tensors tensors = {};
     const int64_t blocks =
         (tensor.count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;

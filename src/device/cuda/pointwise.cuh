@@ -1,9 +1,9 @@
 /* Functions of single elements: activations, gated products, losses
  *
- * The functions themselves, which products and sums of columns use as well, and the two elementwise
- * kernels. Bytes of an element: two reads and one write forward; three reads and two writes
- * backward, and a read of each gradient that is added to. The types are known at run time only, by
- * a branch that all threads take alike: three types of three operands would be 27 kernels. */
+ * The functions, which products and sums of columns also use, and the two elementwise kernels.
+ * Bytes of an element: two reads and one write forward; three reads and two writes backward, and a
+ * read of each gradient that is added to. The types are run-time branches, the same in all threads:
+ * three types of three operands would be 27 kernels. */
 
 #pragma once
 
@@ -98,7 +98,7 @@ static __device__ __forceinline__ float dtrain_cuda_pointwise_slope_other(uint32
 
 /* ---- Kernels ----------------------------------------------------------------------------------*/
 
-/* An operand of a type that is known at run time; data NULL: it is not there. */
+/* An operand of a type known at run time; data NULL: no operand. */
 struct dtrain_cuda_operand {
     void *data;
     uint32_t dtype;

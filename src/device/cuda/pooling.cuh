@@ -1,8 +1,8 @@
 /* Pooling: maximum and average of windows
  *
- * A thread makes an element of y, or of d_x: backward it adds up what the windows send that contain
- * its pixel, in order, so there are no atomics. Memory bandwidth is the limit: x and y once, and an
- * index of 4 bytes for each maximum. */
+ * A thread makes an element of y or of d_x: backward sums the gradients of the windows that contain
+ * the pixel, in order, without atomics. Memory bandwidth is the limit: x and y once, and an index
+ * of 4 bytes for each maximum. */
 
 #pragma once
 

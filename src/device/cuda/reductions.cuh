@@ -1,9 +1,9 @@
 /* Reductions: sum, clip, column sums
  *
  * A reduction takes two kernels: many blocks leave one partial result each, then one block adds
- * them in order. The count alone decides how many blocks there are and which elements each adds, so
- * the bits depend neither on the size of the GPU nor on the address. Cost: one read of the input,
- * 16 bytes a load. */
+ * them in order. The number of blocks and the elements of each depend only on the count, so the
+ * bits depend neither on the size of the GPU nor on the address. Cost: one read of the input, 16
+ * bytes a load. */
 
 #pragma once
 
@@ -20,7 +20,7 @@ enum {
     DTRAIN_CUDA_SUM_SHARE = 8192   /* elements that are worth a block */
 };
 
-/* Load the pack that begins at i, with 0 for elements at and behind `count`. */
+/* Load the pack that begins at i, with 0 for elements from `count` on. */
 template <typename T>
 static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t i, int64_t count,
                                                              bool aligned, dtrain_cuda_pack<T> &to)
@@ -110,8 +110,9 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 
 /* ---- clip: one thread ---------------------------------------------------------------------------
  *
- * Rounds to fp32 where dtrain_grad_norm does: a recorded step has the bits of another one. A
- * norm that is not finite, or a weight of 0, sets skip and leaves the gradient scale alone. */
+ * Rounds to fp32 at the same points as dtrain_grad_norm: a recorded step has the bits of an
+ * ordinary step. A norm that is not finite, or a weight of 0, sets skip and does not change the
+ * gradient scale. */
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {

@@ -1,7 +1,7 @@
 /* Rows of activations: softmax, rotary embedding, permuted axes
  *
- * Each reads its input and writes its output once from memory; what a softmax reads again is in the
- * caches. Types are known at run time only, see pointwise.cuh. */
+ * Each kernel reads its input and writes its output once; a softmax reads its row again from the
+ * caches. Types are run-time branches, see pointwise.cuh. */
 
 #pragma once
 
@@ -76,8 +76,8 @@ static dtrain_result dtrain_cuda_softmax_backward(dtrain_device *device,
 
 /* ---- Rotary embedding: x (rows, heads*d) -> y -----------------------------------------------
  *
- * Item i of a row is pair i of every head, so that sine and cosine are computed once for all of
- * them, in double: at position 10000 an angle in fp32 is off by 1e-3. */
+ * Item i of a row is pair i of every head, so sine and cosine are computed once for all heads, in
+ * double: at position 10000 an angle in fp32 is off by 1e-3. */
 
 struct dtrain_cuda_rotary_op {
     static constexpr int width = 1;

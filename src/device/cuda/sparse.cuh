@@ -19,9 +19,9 @@
  * among equals the lowest are taken.
  *
  * The side buffer has room for k + count/8 + 4096 candidates. A bucket of digit 0 is an eighth of
- * an octave: no more than 6 % of normally distributed numbers. If the candidates do not fit all the
- * same (all magnitudes equal), gather stores nothing, and narrow, count and write read the elements
- * themselves: same result, three more reads.
+ * an octave: no more than 6 % of normally distributed numbers. If the candidates do not fit (all
+ * magnitudes equal), gather stores nothing, and narrow, count and write read the elements: same
+ * result, three more reads.
  *
  * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for
  * each candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes for each candidate
@@ -75,14 +75,13 @@ static __device__ __forceinline__ unsigned dtrain_cuda_magnitude(float x)
     return bits > 0x7f800000u ? 0x7fffffffu : bits;
 }
 
-/* Give the bit at which digit `level` begins; the prefix made of the digits before it lies
- * above. */
+/* Return the lowest bit of digit `level`; earlier digits are above it. */
 static __device__ __forceinline__ constexpr int dtrain_cuda_topk_shift(int level)
 {
     return 20 - 10 * level;
 }
 
-/* Load elements [at, at + 4), with 0 for those at and behind `end`. */
+/* Load elements [at, at + 4), with 0 for elements from `end` on. */
 static __device__ __forceinline__ dtrain_cuda_pack<float>
 dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
 {
@@ -93,7 +92,7 @@ dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
     return four;
 }
 
-/* Store elements [at, at + 4), without those at and behind `end`. */
+/* Store elements [at, at + 4), without elements from `end` on. */
 static __device__ __forceinline__ void dtrain_cuda_store_four(float *to, unsigned at, unsigned end,
                                                               bool wide,
                                                               const dtrain_cuda_pack<float> &four)
@@ -290,8 +289,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- The candidates ---------------------------------------------------------------------------*/
 
-/* The pool of candidates, in order of their indices: the side buffer, or the elements themselves
- * where that was too small. */
+/* The candidates, in order of their indices: the side buffer, or all elements if it was too small.
+ */
 struct dtrain_cuda_topk_pool {
     const float *values;
     const int32_t *indices; /* NULL: an element's index is its place */

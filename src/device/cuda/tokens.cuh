@@ -2,7 +2,7 @@
  *
  * The kernels that read token ids: the embedding and its gradient, and the cross-entropy over the
  * vocabulary. A bad id is recorded as a fault, which the host reports at its next wait, and the
- * kernel goes on with a harmless one. */
+ * kernel continues with a harmless id. */
 
 #pragma once
 
@@ -23,8 +23,8 @@ static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned 
     fault->limit = limit;
 }
 
-/* Give the row of the table for a row of tokens, `vocab` where the token is not in this part of the
- * whole table; a bad token is reported and replaced by token 0, which exists. */
+/* Return the row of the table for a row of tokens, `vocab` if the token is not in this part of the
+ * whole table; a bad token is reported and replaced by token 0. */
 static __device__ int64_t dtrain_cuda_token(const dtrain_embedding_args &args, int64_t row,
                                             dtrain_cuda_fault *fault)
 {
@@ -68,8 +68,8 @@ static __global__ void __launch_bounds__(256, 4)
     }
 }
 
-/* Fill in what 0 stands for and check the sizes. `positions` is wpe or d_wpe; where it is NULL,
- * sequence is not used. */
+/* Fill in defaults and check the sizes. `positions` is wpe or d_wpe; if it is NULL, sequence is not
+ * used. */
 static dtrain_result dtrain_cuda_check_tokens(const char *what, dtrain_embedding_args *args,
                                               const float *positions)
 {
@@ -114,8 +114,8 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device,
  *        for up to 65536 tokens. A pass counts digits in tiles of rows, turns the counts into
  *        positions (one block), and moves the keys; one warp works through a tile in order, which
  *        keeps the sort stable.
- *     2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
- *        what d_wte holds: the very additions of a loop over rows.
+ *     2. The keys of a token are now neighbours. A warp at the first key adds the rows to d_wte, in
+ *        the order of a loop over rows.
  *
  * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of
  * the touched rows of d_wte, and 40 bytes for each row and pass. */
@@ -157,8 +157,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
         sort.counts[(int64_t)digit * sort.tiles + blockIdx.x] = counts[digit];
 }
 
-/* Give the sum of x over the threads before this one, and in `total` the sum of all. slots: 32
- * elements of shared memory. */
+/* Return the sum of x over earlier threads, and in `total` the sum over all. slots: 32 elements of
+ * shared memory. */
 static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, unsigned *slots,
                                                                   unsigned *total)
 {
@@ -402,17 +402,16 @@ static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
 /* ---- Cross-entropy ------------------------------------------------------------------------------
  *
  * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor
- * for large n. Bytes: one read of logits; with d_logits one write of it besides, because the row is
- * then read again at once, last elements first, from the caches.
+ * for large n. Bytes: one read of logits, and one write of d_logits if wanted: the row is read
+ * again at once, last elements first, from the caches.
  *
- * The maximum and the sum of exponentials come from one pass (online softmax): when the maximum
- * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may
- * begin anywhere:
+ * The maximum and the sum of exponentials come from one pass (online softmax): a new maximum scales
+ * the earlier sum down. n need not be a multiple of a pack, so a row can begin at any element:
  *
  *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
  *
- * If logits and d_logits are not aligned alike, everything is head. Behind the tail of the classes
- * that count, padding is written as 0 and never read. */
+ * If logits and d_logits have different alignments, everything is head. Padding after the classes
+ * that count is written as 0 and never read. */
 
 struct dtrain_cuda_span {
     int64_t head, packs, tail; /* elements of the head, number of packs, where the tail begins */
@@ -442,8 +441,8 @@ static __device__ __forceinline__ float dtrain_cuda_softmax_anchor(float top)
     return top > -INFINITY ? top : 0;
 }
 
-/* Return what rounding takes from lse = top + log_sum (Knuth's two-sum, exact); 0 where it is too
- * little to be seen, or no number. */
+/* Return the rounding error of lse = top + log_sum (Knuth's two-sum, exact); 0 if it is negligible
+ * or NaN. */
 static __device__ __forceinline__ float dtrain_cuda_lse_rest(float top, float log_sum, float lse)
 {
     const float added = lse - top, rest = (top - (lse - added)) + (log_sum - added);
@@ -495,7 +494,7 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_
     return dtrain_cuda_block_sum(sum, slots);
 }
 
-/* The numbers that a row's gradient is made of; target -1 gives zeros, n is of another rank. */
+/* The numbers for a row's gradient; target -1 gives zeros, target n belongs to another rank. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, rest, scale;
@@ -522,8 +521,8 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     dtrain_cuda_store(to + column, x);
 }
 
-/* Store the gradient of a row of n columns, of which `classes` count. Each element is read and
- * written by one thread: `to` may be `from`. */
+/* Store the gradient of a row of n columns, of which `classes` count. One thread reads and writes
+ * each element: `to` can be `from`. */
 template <typename T>
 static __device__ __forceinline__ void
 dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
@@ -543,8 +542,8 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
 
-/* Give the column of a row's target: -1 for a row to ignore, n where it is not among the columns
- * here; a bad target is reported and ignored. */
+/* Return the column of a row's target: -1 for an ignored row, n if another rank has the column; a
+ * bad target is reported and ignored. */
 static __device__ int64_t dtrain_cuda_target(const dtrain_cross_entropy_args &args, int64_t row,
                                              dtrain_cuda_fault *fault)
 {
@@ -572,7 +571,7 @@ static __global__ void __launch_bounds__(1024)
         dtrain_cuda_softmax softmax = {-INFINITY, 0};
         float of_target = 0, sum = 0;
         if (gradient.target >= 0) { /* the same for the whole block */
-            /* Read before the barriers in row_softmax, behind which d_logits may overwrite it. */
+            /* read before the barriers in row_softmax, after which d_logits can overwrite it */
             if (gradient.target < args.n) of_target = dtrain_cuda_widen(logits[gradient.target]);
             softmax = dtrain_cuda_row_softmax(logits, span, args.classes, slots);
             if (args.smoothing > 0) sum = dtrain_cuda_row_sum(logits, args.classes, slots);
@@ -619,7 +618,7 @@ static __global__ void __launch_bounds__(1024)
 }
 
 /* parts (3 or 4,rows), whole_max, loss, lse (rows): a thread a row, in double, because maximum and
- * target may be large and close. */
+ * target can be large and close. */
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_cross_entropy_finish_kernel(dtrain_cross_entropy_finish_args args)
 {
@@ -644,7 +643,7 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* Fill in what 0 and -1 stand for. */
+/* Replace the values 0 and -1. */
 static void dtrain_cuda_count_classes(dtrain_cross_entropy_args *args)
 {
     args->classes = args->classes < 0 ? 0 : args->classes ? args->classes : args->n;

@@ -1,4 +1,4 @@
-/* Activations, and what follows a product: bias, activation, and their gradients */
+/* Activations, epilogues of a product (bias, activation) and their gradients */
 
 /* Compute value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the
  * divisor is finite. */
@@ -7,8 +7,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgated)(dtrain__v value, dtrain__v x)
     return value / (dtrain__vset(1.0f) + dtrain__vexp(-x));
 }
 
-/* Compute the derivative of SiLU. With q = e^-x and s = 1 / (1 + q) that of x s is
- * s + x s (1 - s) = s (1 + x q s). Below -80, where x is clamped, it is less than 1e-32. */
+/* Compute the derivative of SiLU: with q = e^-x and s = 1 / (1 + q) it is s + x s (1 - s) =
+ * s (1 + x q s). Below -80, where x is clamped, it is less than 1e-32. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsilu_slope)(dtrain__v x)
 {
     x = dtrain__vmax(dtrain__vset(-80.0f), x);
@@ -35,7 +35,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
 }
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
- * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
+ * in L1: several rows at once would save a few loads, but their addresses share a cache set. */
 DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
@@ -63,8 +63,7 @@ DTRAIN__KERNEL(activation_backward)
         }
 }
 
-/* Range: rows of C. What a GEMM leaves to do, a foreign one or one whose C is summed over ranks:
- * bias, aux, activation. */
+/* Range: rows of C. Bias, aux and activation after a foreign GEMM or a sum of C over ranks. */
 DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;

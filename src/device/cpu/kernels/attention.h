@@ -1,7 +1,7 @@
 /* Attention
  *
- * One item is one head of one sequence (and, forward, one block of 64 queries). Blocks of 64 keys
- * pass by; what a block of queries needs stays in L1 and L2. Scores are kept transposed, keys x
+ * One item is one head of one sequence (forward: one block of 64 queries). It loops over blocks of
+ * 64 keys; the data of a block of queries stays in L1 and L2. Scores are transposed, keys x
  * queries:
  *
  *             queries ->             - the softmax of a query runs down a column: 8 or 16 queries
@@ -13,16 +13,16 @@
  *                           tile by tile, and blocks that are all below it are skipped.
  *
  * All products are C (m,n) (+)= A (m,k) B (k,n) with B rows contiguous and n padded to two vectors;
- * A is read by broadcasts, so a transposed A costs nothing. Head dimensions are padded with zeros.
+ * A is read by broadcasts, so a transposed A costs nothing. Heads are padded with zeros.
  *
  *     forward                        backward, from S and the log-sum-exp (Dao et al., 2022)
  *     S^T = K (s Q)^T                S^T = K (s Q)^T        P^T = exp(S^T - lse)
  *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
- * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
- * what rounding takes from a sum is kept, unless the mask hides: -1e4 in a whole row leaves the
- * weights of its scores as they are. Keys beyond the length of the batch element are never read. */
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S; the
+ * rounding error of the sum is kept unless the mask hides: -1e4 in a whole row does not change the
+ * weights of its scores. Keys beyond the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
@@ -40,7 +40,7 @@ DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k,
     }
 }
 
-/* to (padded, width) = scale * from (rows, d) from element `at` on, zeros around it. width is d
+/* Set to (padded, width) to scale * from (rows, d), from element `at` on, and zeros. width is d
  * rounded up to vectors. */
 DTRAIN__HELPER void DTRAIN__K(pack_rows_as)(float *to, int64_t width, int64_t padded,
                                             const void *from, dtrain_dtype dtype, int64_t at,
@@ -68,7 +68,7 @@ DTRAIN__ROUTINE void dtrain__pack_rows(float *to, int64_t width, int64_t padded,
     else DTRAIN__K(pack_rows_as)(to, width, padded, from, dtype, at, stride, rows, d, scale);
 }
 
-/* to (width, 64) = transpose of from (padded, width). */
+/* Set to (width, 64) to the transpose of from (padded, width). */
 DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t width,
                                           int64_t padded)
 {
@@ -113,7 +113,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(seen_keys)(const dtrain__head *h, int64_t q0, i
     return h->args->causal && q0 + m < h->keys ? q0 + m : h->keys;
 }
 
-/* Rows of k or v from element `at` on for products to read: in place, or widened into `buffer`. */
+/* Return rows of k or v from element `at` on as fp32: in place, or widened into `buffer`. */
 DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, const void *from,
                                                  int64_t at, int64_t *stride, int64_t rows,
                                                  float *buffer)
@@ -130,8 +130,8 @@ DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
     return (rows + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
 }
 
-/* Keys that the queries [c, c + W) of a block see; on the diagonal, key j and query j are the same
- * position. The hidden rest of these scores is -infinity, whose exp is 0. */
+/* Return the number of keys that the queries [c, c + W) of a block see; on the diagonal, key j and
+ * query j have the same position. Set their hidden scores to -infinity, whose exp is 0. */
 DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t keys, bool diagonal)
 {
     const dtrain__vi query = dtrain__viota() + dtrain__viset((int32_t)c);
@@ -145,16 +145,16 @@ DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t 
     return end;
 }
 
-/* Products that use the result skip zeros by tiles of six: five more rows must be 0. */
+/* Zero five more rows: products of the result skip zeros in tiles of six. */
 DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t seen, int64_t keys)
 {
     for (int64_t key = seen; key < keys && key < seen + 5; key++)
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
 }
 
-/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys), and leave in mask_t
- * what rounding takes from the sums (Dekker, 1971), except from those that hide. What of the scores
- * was not computed stays as meaningless as it is. */
+/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys), and leave the
+ * rounding errors of the sums in mask_t (Dekker, 1971), 0 if the mask hides. Scores that were not
+ * computed stay undefined. */
 DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int64_t m, int64_t k0,
                                          int64_t keys)
 {
@@ -177,14 +177,14 @@ DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int6
         }
 }
 
-/* Return what rounding took from the scores at an offset. */
+/* Return the rounding errors of the scores at an offset. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(lost)(const dtrain__head *h, int64_t at)
 {
     return h->mask ? dtrain__vload(h->mask_t + at) : dtrain__vset(0);
 }
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
- * keys so far; sum and what O holds already are rescaled by factor = exp(old top - top). */
+ * keys so far; sum and O are rescaled by factor = exp(old top - top). */
 DTRAIN__ROUTINE void DTRAIN__K(softmax_block)(const dtrain__head *h, int64_t queries, int64_t keys,
                                               bool diagonal)
 {
@@ -221,8 +221,8 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
-/* Store y, lse and its rest for m queries. Where no key was seen the sum is 0, and the buffer of O
- * may hold anything. */
+/* Store y, lse and its rest for m queries. A query that has seen no key has a sum of 0 and
+ * undefined O. */
 DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
                                               float *lse, float *rest)
 {
@@ -283,7 +283,7 @@ DTRAIN__KERNEL(attention)
 
 /* ---- Backward ---- */
 
-/* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
+/* Prepare a block of queries: scaled Q, dO, their transposes, lse and rowsum(dO O). */
 DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *d_y, int64_t q0,
                                              int64_t m, int64_t item)
 {
@@ -307,7 +307,7 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *
     }
 }
 
-/* scores = P^T = exp(S^T - lse); slopes = dS^T = P^T (dP^T - delta). */
+/* Set scores to P^T = exp(S^T - lse) and slopes to dS^T = P^T (dP^T - delta). */
 DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t queries, int64_t keys,
                                                bool diagonal)
 {
@@ -327,7 +327,7 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
     }
 }
 
-/* One block of keys against the open block of queries, from q0 on: five products. */
+/* Compute the five products of a block of keys and the block of queries from q0 on. */
 DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t q0, int64_t m,
                                                 int64_t k0, int64_t keys)
 {
@@ -354,7 +354,7 @@ DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t q
                     h->width, k0 > 0);
 }
 
-/* to (rows, d), from element `at` on, = scale * from (rows, width); to NULL: nothing. */
+/* Set to (rows, d), from element `at` on, to scale * from (rows, width); to NULL: nothing. */
 DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
                                          const float *from, int64_t width, int64_t rows, int64_t d,
                                          float scale)
@@ -365,8 +365,8 @@ DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t a
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
-/* Take one head of queries: store its dQ, and add its parts of dK and dV to those in scratch, which
- * the first of the heads that share them clears. All of these find them at the same address. */
+/* Compute one head of queries: store its dQ, and add its parts of dK and dV to scratch. Heads that
+ * share a head of keys use the same scratch, which the first of them clears. */
 DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
                                               const dtrain_attention_backward_args *pass,
                                               int64_t item, float *scratch, bool first)
@@ -396,8 +396,8 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
     }
 }
 
-/* Item: one head of keys of one sequence, so that no two threads write one element; the heads of
- * queries that share it are taken in order. */
+/* Item: one head of keys of one sequence, so that no two threads write one element; its heads of
+ * queries follow in order. */
 DTRAIN__KERNEL(attention_backward)
 {
     const dtrain_attention_backward_args *pass = (const dtrain_attention_backward_args *)job->args;

@@ -1,13 +1,13 @@
 /* Batch normalisation
  *
  * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
- * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
- * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
- * for them and the lines of memory that columns share stay in L1. */
+ * leave their sums in scratch, (chunk_count, 2 n), which are added in order. Kernels on single rows
+ * take a few rows at a time: they load the numbers of a column once, and the cache lines that
+ * columns share stay in L1. */
 
 #define DTRAIN__BATCHNORM_ROWS 32
 
-/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
+/* Range: chunks. Means of the chunk, sums of squared deviations from the means. */
 DTRAIN__KERNEL_AS(batchnorm_moments)
 {
     const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
@@ -59,7 +59,7 @@ DTRAIN__KERNEL(batchnorm)
         }
 }
 
-/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
+/* Return d_y act'. ReLU's output is positive exactly if its input is. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
                                                     const void *y, dtrain_dtype dtype, int64_t at,
                                                     int64_t n)

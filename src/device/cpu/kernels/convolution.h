@@ -1,16 +1,15 @@
 /* Convolution: tiles, packing of windows, weights
  *
- * A convolution is a product with windows (gemm_internal.h) in place of one matrix, and gemm.c
- * drives it; here are the tiles and the packing that it needs beside those of gemm.h.
+ * A convolution is a product with windows (gemm_internal.h) as one matrix. gemm.c drives it with
+ * these additional tiles and packing functions.
  *
- * Forward and for the gradient of the input, windows are rows of A. Packing them is most of what a
- * narrow layer costs beside its products, so a panel of A keeps its rows one behind the other, in
- * DTRAIN__PITCH floats each: a run of channels is then copied as it is. The tile reads the rows at
- * constant distances. For the gradient of the weight, windows are columns of A, whose panels are
- * those of gemm.h.
+ * In forward and for the gradient of the input, windows are rows of A. Packing them is most of a
+ * narrow layer's cost besides its products, so a panel of A has consecutive rows of DTRAIN__PITCH
+ * floats: a run of channels is copied unchanged. The tile reads the rows at constant distances. For
+ * the gradient of the weight, windows are columns of A, with the panels of gemm.h.
  *
- * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as
- * many rows, for layers with few output channels. */
+ * A tile of gemm.h is two vectors wide. The narrow tile is one vector wide and has twice as many
+ * rows, for layers with few output channels. */
 
 #define DTRAIN__TWELVE(DO) DTRAIN__SHORT(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #if DTRAIN__W == 16
@@ -72,8 +71,8 @@ DTRAIN__ROUTINE void DTRAIN__K(narrow_tile)(int64_t k, const float *a, const flo
 
 /* ---- Packing */
 
-/* Copy a run, or zeros where at is -1. Whole vectors are stored: what is behind the run in the
- * panel is written later, or is the slack of a row. */
+/* Copy a run, or zeros if at is -1. Stores whole vectors: the elements after the run are written
+ * later or are the slack of a row. */
 DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtype dtype, int64_t at,
                                         int64_t run)
 {
@@ -107,8 +106,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, 
     }
 }
 
-/* Pack `count` rows, one behind the other. Those beyond stay as they are: nothing is made of their
- * sums. */
+/* Pack `count` consecutive rows. Other rows stay unchanged: their sums are not used. */
 DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__operand *x,
                                                dtrain_dtype dtype, int64_t index, int count,
                                                int64_t p, int k)
@@ -137,15 +135,15 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__ope
     else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
 }
 
-/* Neighbours among the columns of a panel that are neighbours in memory: `run` channels, of the tap
- * (a, b) and, where taps are joined, of those behind it; `at` is where they begin, counted from the
- * pixel at which the window does. */
+/* Neighbouring columns of a panel that are also neighbours in memory: `run` channels of tap (a, b)
+ * and, if taps are joined, of the next taps; `at`: distance of the first from the window's first
+ * pixel. */
 typedef struct DTRAIN__K(share) {
     int64_t a, b, channel, run, at;
 } DTRAIN__K(share);
 
-/* Divide the columns [index, index + count) into shares, of single taps or of lines of joined ones;
- * return how many there are. */
+/* Divide the columns [index, index + count) into shares of single taps or of lines of joined taps;
+ * return the number of shares. */
 DTRAIN__HELPER int DTRAIN__K(shares_of)(DTRAIN__K(share) * shares, const dtrain__windows *w,
                                         bool joined, int64_t index, int64_t count)
 {
@@ -164,8 +162,8 @@ DTRAIN__HELPER int DTRAIN__K(shares_of)(DTRAIN__K(share) * shares, const dtrain_
     return found;
 }
 
-/* Return how many windows from `corner` on, in its row, have all taps from share `first` to share
- * `last` inside. */
+/* Return the number of windows from `corner` on, in its row, whose taps from share `first` to share
+ * `last` are inside. */
 DTRAIN__HELPER int64_t DTRAIN__K(windows_inside)(const dtrain__windows *w,
                                                  const dtrain__corner *corner,
                                                  const DTRAIN__K(share) * first,
@@ -182,8 +180,8 @@ DTRAIN__HELPER int64_t DTRAIN__K(windows_inside)(const dtrain__windows *w,
     return count < rest ? count : rest;
 }
 
-/* Pack `count` columns of windows, k windows from p on, side by side. Windows whose taps are all
- * inside, as most are, need no look at each: of all taps those that the panel has. */
+/* Pack `count` columns of windows, k windows from p on, side by side. Most windows have all taps of
+ * the panel inside, and no tap is tested. */
 DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dtrain__operand *x,
                                                dtrain_dtype dtype, int64_t index, int count,
                                                int64_t p, int k)
@@ -215,7 +213,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dt
     }
 }
 
-/* Both widths share this: it is too long to be compiled for each. */
+/* Both widths share this function, which is too long to be compiled twice. */
 DTRAIN__ROUTINE void DTRAIN__K(pack_window_columns)(float *panel, int width,
                                                     const dtrain__operand *x, int64_t index,
                                                     int count, int64_t p, int k)
@@ -245,7 +243,7 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operan
     DTRAIN__K(pack_steps)(panel, DTRAIN__W, x, index, count, p, k);
 }
 
-/* Copying runs as rows takes half of the time of spreading them over columns. */
+/* Copying runs as rows takes half the time of spreading them over columns. */
 static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
     DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b),
     DTRAIN__FP32_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
@@ -269,7 +267,7 @@ DTRAIN__KERNEL(conv_weight)
         }
 }
 
-/* Range: `outer`. Adds the parts of a gradient up, in order, where the weight's elements are. */
+/* Range: `outer`. Sums the parts of a gradient in order, into the order of the weight. */
 DTRAIN__KERNEL(conv_weight_sum)
 {
     const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;

@@ -47,7 +47,7 @@ DTRAIN__KERNEL(axpby)
     }
 }
 
-/* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
+/* lr / correction1 is one factor, and correction2 scales v under the root. */
 DTRAIN__KERNEL(adamw)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;

@@ -1,6 +1,4 @@
-/* Matrix products: packing and register tiles
- *
- * Matrix multiplication: the parts of gemm.c that depend on the instruction set. */
+/* Matrix products: the packing and register tiles of gemm.c */
 
 #define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
 #if DTRAIN__W == 1                /* scalars: half the text, at half the speed */
@@ -18,12 +16,12 @@
 #define DTRAIN__ROWS DTRAIN__SHORT
 #endif
 
-/* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library
- * that multiplies matrices in fp32. Each accumulator has a name of its own, because compilers do
- * not keep arrays of vectors in registers. Per step there are two loads of B and, for each row, one
- * broadcast of A and two multiply-adds. Rows beyond `rows` repeat the last one and are not stored;
- * beta == 0 does not read C. Unrolling hides the loop behind 12 multiply-adds (5 % on Zen 3); with
- * the 24 of AVX-512 it gains nothing and gcc 12 spills a vector. */
+/* The register tile, C (rows, two vectors) = alpha A B + beta C: all fp32 matrix products use it.
+ * Each accumulator has a separate name, because compilers do not keep arrays of vectors in
+ * registers. A step has two loads of B and, for each row, one broadcast of A and two multiply-adds.
+ * Rows beyond `rows` repeat the last row and are not stored; beta == 0 does not read C. Unrolling
+ * hides the loop overhead among 12 multiply-adds (5 % on Zen 3); with the 24 of AVX-512 it gains
+ * nothing and gcc 12 spills a vector. */
 #if DTRAIN__ISA == 2 && defined(__clang__)
 #define DTRAIN__UNROLL _Pragma("clang loop unroll_count(2)")
 #elif DTRAIN__ISA == 2
@@ -62,7 +60,7 @@
     }                                                                                      \
     ROWS(DTRAIN__ROW_END)
 
-/* Element (i,p) of A is a[i a_row + p a_step]: attention's form. */
+/* Multiply for attention; element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void DTRAIN__K(tile)(int rows, int64_t k, const float *a, int64_t a_row,
                                      int64_t a_step, const float *b, int64_t b_row, float beta,
                                      float *c, int64_t c_row)
@@ -71,7 +69,7 @@ DTRAIN__ROUTINE void DTRAIN__K(tile)(int rows, int64_t k, const float *a, int64_
     DTRAIN__TILE(DTRAIN__SHORT, DTRAIN__ROW_STEP)
 }
 
-/* A packed: element (i,p) is a[p * MR + i]. */
+/* Multiply a packed A: element (i,p) is a[p * MR + i]. */
 DTRAIN__ROUTINE void DTRAIN__K(gemm_tile)(int64_t k, const float *a, const float *b, int64_t b_row,
                                           float alpha, float beta, float *c, int64_t c_row)
 {
@@ -81,7 +79,7 @@ DTRAIN__ROUTINE void DTRAIN__K(gemm_tile)(int64_t k, const float *a, const float
 
 /* ---- Packing */
 
-/* Four runs along k become k groups of four: out[p * width + r] = in[r][p]. */
+/* Turn four runs along k into k groups of four: out[p * width + r] = in[r][p]. */
 DTRAIN__HELPER void DTRAIN__K(interleave4)(float *out, int64_t width, const float *const in[4],
                                            int k)
 {
@@ -111,7 +109,7 @@ DTRAIN__HELPER void DTRAIN__K(interleave4)(float *out, int64_t width, const floa
         for (int r = 0; r < 4; r++) out[p * width + r] = in[r][p];
 }
 
-/* The same for the last two rows of a panel of six. */
+/* Do the same for the last two rows of a panel of six. */
 DTRAIN__HELPER void DTRAIN__K(interleave2)(float *out, int64_t width, const float *const in[4],
                                            int k)
 {
@@ -121,7 +119,7 @@ DTRAIN__HELPER void DTRAIN__K(interleave2)(float *out, int64_t width, const floa
     }
 }
 
-/* Memory runs along k. Rows beyond `count` repeat the last one: their products are never stored. */
+/* Pack memory that runs along k. Rows beyond `count` repeat the last row and are never stored. */
 DTRAIN__HELPER void DTRAIN__K(pack_runs)(float *panel, int width, const dtrain__operand *x,
                                          int64_t index, int count, int64_t p, int k)
 {
@@ -142,8 +140,8 @@ DTRAIN__HELPER void DTRAIN__K(pack_runs)(float *panel, int width, const dtrain__
     }
 }
 
-/* `count` of `width` elements from `at` on, zeros behind them; both are constants where whole
- * panels are packed. */
+/* Pack `count` elements from `at` on and zeros up to `width`; both are constants for whole panels.
+ */
 DTRAIN__HELPER void DTRAIN__K(pack_step)(float *to, int width, const void *data, dtrain_dtype dtype,
                                          int64_t at, int count)
 {
@@ -155,7 +153,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_step)(float *to, int width, const void *data,
     }
 }
 
-/* Memory runs along the panel's width: one copy for each k. */
+/* Pack memory that runs along the panel's width: one copy for each k. */
 DTRAIN__HELPER void DTRAIN__K(pack_steps)(float *panel, int width, const dtrain__operand *x,
                                           int64_t index, int count, int64_t p, int k)
 {
@@ -188,7 +186,7 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_b)(float *panel, const dtrain__operand *x, i
     else DTRAIN__K(pack_steps)(panel, DTRAIN__N, x, index, count, p, k);
 }
 
-/* ---- What follows the last step of k, while the tile is in L1 */
+/* ---- Epilogues, while the tile is in L1 */
 
 DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, int n, const dtrain__rectangle *from)
 {
@@ -231,10 +229,14 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
 
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
                                                      DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
-#define DTRAIN__FP32_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
-    {                                                                                    \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
+#define DTRAIN__ISA_OF(name, mr, nr, pair, unit, packing, pitch, kernel, pack_a, pack_b, begin, \
+                       end)                                                                     \
+    {                                                                                           \
+        name, mr, nr, pair, unit, packing, pitch, DTRAIN__K(kernel), DTRAIN__K(pack_a),         \
+            DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), begin, end                                 \
     }
+#define DTRAIN__FP32_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                         \
+    DTRAIN__ISA_OF(DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, kernel, pack_a, \
+                   pack_b, NULL, NULL)
 static const dtrain__isa DTRAIN__K(isa) = DTRAIN__FP32_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile,
                                                            pack_a, pack_b);

@@ -1,8 +1,8 @@
-/* Layer normalisation, and that by the root mean square, whose mean is 0
+/* Layer norm and root mean square norm, which has a mean of 0
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 
-/* Four accumulators, because one would wait for itself. */
+/* Sum with four accumulators: one would wait for its last addition. */
 DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
 {
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
@@ -39,8 +39,8 @@ DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean
     return dtrain__vsum((a + b) + (c + d));
 }
 
-/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
- * is rounded for storage: the mean is that of the unrounded row. */
+/* Return one row of x, or of x + residual, which is also stored in sum, as fp32. `buffer` holds the
+ * row if storage rounds it: the mean is taken of the unrounded row. */
 DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
                                                  float *buffer)
 {
@@ -93,9 +93,8 @@ DTRAIN__KERNEL(layernorm)
 
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
- * Where the mean is no function of x, mean(g) drops out.
- * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
- * in L1 or L2). Second pass: d_x. */
+ * The root mean square norm drops mean(g). First pass over a row: the two means and the parameter
+ * sums of this chunk of rows (n floats each, in L1 or L2). Second pass: d_x. */
 DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
                                                float *weight_sum, float means[2])
 {

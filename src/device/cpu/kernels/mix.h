@@ -1,10 +1,10 @@
 /* Sums over ranks
  *
  * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
- * output may be one of the inputs. Every input is read once and every output written once: sums
- * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
+ * output can be one of the inputs. Every input is read once and every output written once: sums
+ * stay in registers. Halves are widened, combined in fp32 and rounded once. */
 
-/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
+/* Combine two vectors. The first NaN wins; of equal numbers (+0 and -0) the lower rank's wins. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
 {
     const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
@@ -17,7 +17,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_
     return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
 }
 
-/* Four vectors at a time where that pays, then one. */
+/* Combine all elements: with `fast` four vectors at a time, then one. */
 DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
                                       bool fast)
 {
@@ -61,7 +61,7 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
     if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
     else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
 #if DTRAIN__ISA == 3
-    else dtrain__mix_avx2(job); /* the rest is not worth an instance */
+    else dtrain__mix_avx2(job); /* other types and operations are rare */
 #else
     else DTRAIN__K(mix_as)(job, job->dtype, op, false);
 #endif

@@ -1,19 +1,19 @@
 /* Matrix products of bf16: AMX
  *
- * Where both operands are bf16 a panel's cell holds two neighbours in k, and TDPBF16PS multiplies
- * and adds a tile of 16 x 16 sums of 16 cells at once. Products are exact and sums are fp32,
- * rounded to nearest even; denormals count as zero, in and out, whatever MXCSR says. The order of
- * additions is the instruction's own, so the bits differ from those of widened operands; they
- * depend on the row of A, the column of B and k alone, like those of the other kernels.
+ * If both operands are bf16, a panel's cell holds two neighbours in k, and TDPBF16PS multiplies and
+ * adds a tile of 16 x 16 sums of 16 cells at once. Products are exact and sums are fp32, rounded to
+ * nearest even; denormals count as zero, in and out, whatever MXCSR says. The instruction has its
+ * own order of additions, so the bits differ from the product of widened operands; as in the other
+ * kernels they depend only on the row of A, the column of B and k.
  *
  *     B                        A: tiles of 16 rows x 16 cells,
  *     [cell][32 columns]       [cell / 16][row / 16][16 rows][16 cells]
  *
- * What is missing to 16 cells is filled with zeros on both sides.
+ * Both sides are filled with zeros up to 16 cells.
  *
- * AMX has state that the system gives to processes that ask (arch_prctl; signal frames grow by
- * 8 KiB), and per thread a configuration: loaded when a thread starts work on a product and
- * released after it, so that nobody else's context switches carry tiles. */
+ * The system grants AMX state to processes that ask (arch_prctl; signal frames grow by 8 KiB). A
+ * thread loads its tile configuration before a product and releases it afterwards, so that other
+ * context switches carry no tiles. */
 
 #if DTRAIN__PAIRS && \
     (DTRAIN__ISA == 3 || (defined(DTRAIN__TEST_WIDE) && defined(DTRAIN__TEST_TILES)))
@@ -26,8 +26,7 @@
 #define DTRAIN__ON_AMX
 #endif
 
-/* Copy four runs along k, from `index` on, as cells. What the operand does not have, count indices
- * and k steps, is 0. */
+/* Copy four runs along k, from `index` on, as cells; 0 beyond `count` indices and k steps. */
 DTRAIN__HELPER void DTRAIN__K(cells_of_runs)(float to[4][DTRAIN__KC], const dtrain__operand *x,
                                              int64_t index, int count, int64_t p, int k, int cells)
 {
@@ -38,7 +37,8 @@ DTRAIN__HELPER void DTRAIN__K(cells_of_runs)(float to[4][DTRAIN__KC], const dtra
     }
 }
 
-/* Make cells side by side out of two steps of k each: one is the lower half, the next the upper. */
+/* Make cells side by side, each from two steps of k: the first is the lower half, the second the
+ * upper half. */
 DTRAIN__HELPER void DTRAIN__K(cells_of_steps)(float *to, const dtrain__operand *x, int64_t index,
                                               int count, int64_t p, int k, int cells)
 {
@@ -90,9 +90,9 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_a_amx)(float *panel, const dtrain__operand *
     }
 }
 
-/* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. To
- * gcc 12 the instruction reads the first 8 bytes of them alone (the "m" of its amxtileintrin.h):
- * without the barrier the others would never be stored. */
+/* Configure eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows
+ * of each. gcc 12 assumes that the instruction reads only the first 8 bytes (the "m" of its
+ * amxtileintrin.h): without the barrier it would never store the others. */
 DTRAIN__ON_AMX static void DTRAIN__K(amx_begin)(void)
 {
     uint8_t config[64] = {1};
@@ -106,7 +106,7 @@ DTRAIN__ON_AMX static void DTRAIN__K(amx_begin)(void)
 
 DTRAIN__ON_AMX static void DTRAIN__K(amx_end)(void) { _tile_release(); }
 
-/* 32 x 32 of C in tiles 0 to 3. Without scaling the tiles start from C and end there. */
+/* Compute 32 x 32 elements of C in tiles 0 to 3. Without scaling the tiles load and store C. */
 DTRAIN__ON_AMX static void DTRAIN__K(kernel_amx)(int64_t cells, const float *a, const float *b,
                                                  int64_t ldb, float alpha, float beta, float *c,
                                                  int64_t ldc)
@@ -151,24 +151,15 @@ DTRAIN__ON_AMX static void DTRAIN__K(kernel_amx)(int64_t cells, const float *a, 
             c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
 }
 
-static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
-                                               32,
-                                               32,
-                                               2,
-                                               16,
-                                               32,
-                                               0,
-                                               DTRAIN__K(kernel_amx),
-                                               DTRAIN__K(pack_a_amx),
-                                               DTRAIN__K(pack_b_amx),
-                                               &DTRAIN__K(tile_ops),
-                                               DTRAIN__K(amx_begin),
-                                               DTRAIN__K(amx_end)};
+static const dtrain__isa DTRAIN__K(isa_amx) = DTRAIN__ISA_OF("amx_bf16", 32, 32, 2, 16, 32, 0,
+                                                             kernel_amx, pack_a_amx, pack_b_amx,
+                                                             DTRAIN__K(amx_begin),
+                                                             DTRAIN__K(amx_end));
 
 #if DTRAIN__ISA == 3
-/* Return whether the processor has tiles, the system saves them, and this process may use them: it
- * asks for that here, and again is harmless. The answer is no, for example, where alternative
- * signal stacks are too small for the larger frames. */
+/* Return whether the processor has tiles, the system saves them, and this process can use them: the
+ * request for permission can be repeated. It fails, for example, if alternative signal stacks are
+ * too small for the larger frames. */
 static bool dtrain__has_amx(void)
 {
     enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };

@@ -1,7 +1,7 @@
 /* Pooling: maximum and average of windows
  *
- * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
- * store and one rounding an element, and no two threads write to one place. */
+ * Backward works on pixels of x: each sums the gradients of the windows that contain it, with one
+ * store and one rounding an element, and no two threads write one element. */
 
 /* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
 DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t kernel, int64_t size,
@@ -12,7 +12,7 @@ DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t kernel, int64_
     while (*end > *begin && first + *end > size) --*end;
 }
 
-/* Find the maximum of a window and the tap that it is. */
+/* Find the maximum of a window and its tap. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                    const int64_t first[2], int64_t image, int64_t c,
                                                    dtrain__vi *index)
@@ -35,7 +35,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, 
     return top;
 }
 
-/* Add up the taps of a window that are inside. */
+/* Sum the taps of a window that are inside. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                const int64_t first[2], int64_t image, int64_t c)
 {
@@ -80,7 +80,7 @@ DTRAIN__KERNEL(pool2d)
             }
 }
 
-/* Return what window `at` sends to one of its taps. */
+/* Return the gradient that window `at` gives to one of its taps. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args *a,
                                                dtrain_dtype dtype, int64_t at, int64_t n,
                                                int64_t tap)

@@ -1,7 +1,7 @@
 /* Rows of activations: softmax, rotary embedding, permuted axes
  *
- * Bandwidth is the limit: a row stays in L1 between the passes of a softmax, and sine and cosine of
- * a position serve all heads of all sequences. */
+ * Bandwidth is the limit: a row stays in L1 between the passes of a softmax, and all heads of all
+ * sequences share sine and cosine of a position. */
 
 DTRAIN__KERNEL(softmax)
 {
@@ -43,7 +43,7 @@ DTRAIN__KERNEL(softmax_backward)
 
 /* ---- Rotary embedding -------------------------------------------------------------------------*/
 
-/* Turn the pairs of one head, the element at `at` and the one `half` behind it and so on. */
+/* Turn the pairs of one head: the elements at `at` and at + half, and so on. */
 DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
                                          const float *cosines, const float *sines)
 {
@@ -62,8 +62,7 @@ DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at
     }
 }
 
-/* Range: positions. The angles are taken in double: at position 10000 an angle in fp32 is off by
- * 1e-3. */
+/* Range: positions. Angles are double: at position 10000 an angle in fp32 is off by 1e-3. */
 DTRAIN__KERNEL(rotary)
 {
     const dtrain_rotary_args *a = (const dtrain_rotary_args *)job->args;

@@ -1,8 +1,8 @@
-/* Top-k and orthonormal columns
+/* Top-k
  *
- * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
+ * Moves 4 bytes an element, 12 with residual, 20 with velocity; candidates are few. */
 
-/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. Rounds
+/* Add elements i .. i+n-1 of x to velocity and residual; return the values to select from. Rounds
  * twice, so that every instruction set gives the same bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(topk_fold)(const dtrain_topk_args *a, int64_t i, int64_t n)
 {
@@ -19,8 +19,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(topk_fold)(const dtrain_topk_args *a, int64_t
     return x;
 }
 
-/* The processor's own prefetching stops at the end of a page, which streams of 4 KiB a turn meet
- * all the time: one page ahead is worth a third of the time. Past the end it does nothing. */
+/* Prefetch one page ahead: the processor's prefetching stops at the end of a page, and this saves a
+ * third of the time. Past the end it does nothing. */
 DTRAIN__HELPER void DTRAIN__K(topk_ahead)(const dtrain_topk_args *a, int64_t i)
 {
     const uintptr_t at = (uintptr_t)i * sizeof(float) + 4096;
@@ -29,7 +29,7 @@ DTRAIN__HELPER void DTRAIN__K(topk_ahead)(const dtrain_topk_args *a, int64_t i)
     if (a->velocity) __builtin_prefetch((const void *)((uintptr_t)a->velocity + at), 1);
 }
 
-/* Bit j: lane j of a mask is set. */
+/* Return the lanes of a mask as bits. */
 DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
 {
 #if DTRAIN__ISA == 2
@@ -45,9 +45,10 @@ DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
 #endif
 }
 
-/* Folds elements [begin, end) and appends the candidates among them, in order; returns how many. 16
- * elements are looked at together. Most groups have no candidate, and mispredicting the others
- * costs more than the rest of the pass: those that have one are listed first, without a branch. */
+/* Fold elements [begin, end), append their candidates in order and return the number of candidates.
+ * Elements are tested in groups of 16. Most groups have no candidate, and mispredicted branches for
+ * the others would cost more than the rest of the pass: groups with candidates are listed first,
+ * without a branch. */
 DTRAIN__HELPER int64_t DTRAIN__K(topk_collect)(const dtrain_topk_args *a, int64_t begin,
                                                int64_t end, int32_t below, float *values,
                                                int32_t *indices)
@@ -80,7 +81,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(topk_collect)(const dtrain_topk_args *a, int64_
     return found;
 }
 
-/* A list that is full stays so: the elements that are left are folded only. */
+/* Range: elements. After its list is full, a thread only folds the remaining elements. */
 DTRAIN__KERNEL(topk)
 {
     const dtrain__topk_pass *pass = (const dtrain__topk_pass *)job->args;

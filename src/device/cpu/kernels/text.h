@@ -15,8 +15,6 @@
 #include "device/cpu/kernels/elementwise.h"
 #include "device/cpu/kernels/sparse.h"
 #if DTRAIN__MODELS
-#include "device/cpu/kernels/dropout.h"
-#include "device/cpu/kernels/muon.h"
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"
@@ -24,7 +22,33 @@
 #include "device/cpu/kernels/pooling.h"
 #endif
 #endif
-#include "device/cpu/kernels/table.h"
+
+/* The table of this instruction set. */
+#define DTRAIN__ENTRY(name) DTRAIN__K(name),
+#define DTRAIN__ABSENT(name) NULL,
+#if DTRAIN__ISA == 3
+#define DTRAIN__SHARED(name) dtrain__##name##_avx2,
+#else
+#define DTRAIN__SHARED DTRAIN__ENTRY
+#endif
+#if !DTRAIN__MODELS
+#define DTRAIN__PRODUCTS NULL, NULL
+#define DTRAIN__ENTRIES \
+    DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__ABSENT, DTRAIN__ABSENT, DTRAIN__ABSENT)
+#else
+#define DTRAIN__PRODUCTS &DTRAIN__K(isa), &DTRAIN__K(convolutions)
+#if DTRAIN__FAST
+#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__SHARED, DTRAIN__ENTRY, DTRAIN__ENTRY)
+#else
+#define DTRAIN__ENTRIES \
+    DTRAIN__RANGES(DTRAIN__SHARED, DTRAIN__SHARED, DTRAIN__ENTRY, DTRAIN__ABSENT)
+#endif
+#endif
+DTRAIN__UNUSED static const dtrain__kernels DTRAIN__K(kernels) = {
+    DTRAIN__STRING(DTRAIN__SUFFIX), DTRAIN__PRODUCTS, DTRAIN__K(mix), DTRAIN__ENTRIES};
+#undef DTRAIN__SHARED
+#undef DTRAIN__PRODUCTS
+#undef DTRAIN__ENTRIES
 
 /* The other macros have the same text in every instance. */
 #undef DTRAIN__SUFFIX

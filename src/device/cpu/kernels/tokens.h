@@ -18,7 +18,7 @@ DTRAIN__KERNEL(embedding)
     }
 }
 
-/* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
+/* Range: columns. Each thread walks all rows, so equal tokens add in row order. */
 DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
@@ -37,13 +37,13 @@ DTRAIN__KERNEL(embedding_backward)
 
 /* ---- Cross-entropy ------------------------------------------------------------------------------
  *
- * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
- * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
- * logit. */
+ * A row of logits (200 KB for GPT-2) is read from memory once: a block of 2048 stays in L1 for its
+ * maximum and its sum of exponentials; a new maximum rescales the earlier sum. One exp per logit.
+ */
 
 enum { DTRAIN__K(LOGITS) = 2048 };
 
-/* Maximum of count floats, not below `top`. */
+/* Return the maximum of count floats and `top`. */
 DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
 {
     dtrain__v a = dtrain__vset(top), b = a;

@@ -2,25 +2,24 @@
  *
  * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
  * and F16C), 1 (four lanes: SSE2, NEON, ...) or 0 (one lane, DTRAIN_NO_SIMD and tests): explicit
- * vectors everywhere, intrinsics where compilers need them. Names of an instance end with its
- * suffix:
+ * vectors, and intrinsics if compilers need them. Names of an instance end with its suffix:
  *
  *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
  *     DTRAIN__VECTOR dtrain__v dtrain__vset(float x)   an operation on vectors, always inlined
- *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers but by scalars
- *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     called by them
+ *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined, except in scalar kernels
+ *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     not inlined
  *
- * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K: each name
- * is a macro that ends in the suffix of the instance that is being compiled.
+ * Operations on vectors, which every kernel uses, are spelled without DTRAIN__K: each name is a
+ * macro that ends in the suffix of the instance.
  *
  * A kernel works on the range [begin, end) of its job (elements, rows, columns or items, see the
- * launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the bits
- * do not depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops
- * of unknown length scalar.
+ * launchers): threads take disjoint ranges. No sum crosses a range boundary, so the bits do not
+ * depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops of
+ * unknown length scalar.
  *
- * Tails: vload_n and vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
- * That is one well predicted branch per vector, and every element goes through the same
- * instructions, wherever the ranges are cut. */
+ * Tails: vload_n and vstore_n touch only the first min(n, lanes) elements, other lanes read as 0:
+ * one well predicted branch per vector. Every element goes through the same instructions for any
+ * cut into ranges. */
 
 #if DTRAIN__ISA == 3
 #define DTRAIN__SUFFIX avx512
@@ -60,9 +59,8 @@
 #define DTRAIN__KERNEL(name)                                                            \
     DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
                                          DTRAIN__UNUSED int index)
-/* Open a kernel that is compiled twice: with f32 true, where all activations of the job are fp32,
- * the test of their type costs nothing. Only kernels that gain a tenth and more by it, on arrays in
- * L2, are worth the compiler's work. */
+/* Open a kernel that is compiled twice: with f32 true, for jobs with only fp32 activations, it does
+ * not test their type. For kernels that gain at least a tenth on arrays in L2. */
 #define DTRAIN__KERNEL_AS(name)                                                             \
     DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end, \
                                              int index, bool f32);                          \
@@ -122,7 +120,7 @@ DTRAIN__VECTOR dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
     return __builtin_convertvector(v, dtrain__v);
 }
 
-/* The scalar goes into every lane; x - 0 is x, of both zeros too. */
+/* Copy a scalar to every lane; x - 0 is x, also for -0. */
 DTRAIN__VECTOR dtrain__v dtrain__vset(float x)
 {
     const dtrain__v zero = {0};
@@ -153,10 +151,9 @@ DTRAIN__VECTOR dtrain__vi dtrain__viota(void)
     return v;
 }
 
-/* The operations that compilers do not make out of operators: fused multiply-add, max and min with
- * a known NaN rule (the second operand wins), rounding to an integer, loads and stores of n < lanes
- * elements. AVX-512 has full zero-masks where the plain intrinsic starts from an undefined value,
- * because g++ warns about those. */
+/* Operations that compilers do not make from operators: fused multiply-add, max and min with a
+ * known NaN rule (the second operand wins), rounding to an integer, loads and stores of n < lanes
+ * elements. Full zero-masks of AVX-512 avoid g++'s warnings about undefined start values. */
 #if DTRAIN__ISA == 3
 DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
@@ -226,8 +223,8 @@ DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
     for (int i = 0; i < DTRAIN__W; i++) a[i] = sqrtf(a[i]);
     return a;
 }
-/* Halves go away from zero here: any of the two neighbours is good enough for exp. C does not say
- * which integer a NaN becomes, so it is 0. */
+/* Halves round away from zero: either neighbour is good enough for exp. NaN becomes 0, because C
+ * does not define its conversion. */
 DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
@@ -260,14 +257,14 @@ DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
     else DTRAIN__K(vpart_store)(p, v, n);
 }
 
-/* The first n lanes of v, 0 in the others. */
+/* Return the first n lanes of v, 0 in the others. */
 DTRAIN__VECTOR dtrain__v DTRAIN__K(vfirst)(dtrain__v v, int64_t n)
 {
     if (n >= DTRAIN__W) return v;
     return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
 }
 
-/* Sum and maximum over the lanes, always as the same tree. */
+/* Sum the lanes, always as the same tree. */
 DTRAIN__HELPER float dtrain__vsum(dtrain__v v)
 {
     float lanes[DTRAIN__W];
@@ -286,7 +283,7 @@ DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
     return top;
 }
 
-/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything. */
+/* Return 2^n for -127 <= n <= 127, from its exponent bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(power_of_two)(dtrain__vi n)
 {
     return dtrain__vfrombits((n + dtrain__viset(127)) << 23);
@@ -296,9 +293,9 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(power_of_two)(dtrain__vi n)
  *
  * e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln2 / 2, and e^r = 1 + r + r^2 q(r), q of degree 4
  * fitted to 3e-9: within 1 ulp for |x| < 10, 4.5 near 87. The terms are paired (Estrin) instead of
- * chained (Horner): a loop of exps is bound by how far the core looks ahead, so the short chain
- * wins. Below -87.7 the clamp gives n = -127, whose scale is exactly 0 (a masked score must weigh
- * nothing); above 88 the result stays e^88, callers subtract a maximum first. NaN passes. */
+ * chained (Horner): the core's look-ahead limits a loop of exps, so the short chain is faster.
+ * Below -87.7 the clamp gives n = -127, whose scale is exactly 0 (a masked score has no weight);
+ * above 88 the result stays e^88: callers subtract a maximum first. NaN passes. */
 DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
 {
     x = dtrain__vmin(dtrain__vset(88.0f), dtrain__vmax(dtrain__vset(-88.0f), x));
@@ -319,16 +316,16 @@ DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
     return p * DTRAIN__K(power_of_two)(n);
 }
 
-/* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. -2u =
+/* Return e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), clamped to a finite range without 0. -2u =
  * n ln2 + r as above, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing term is below
- * 5.2e-9. Another polynomial than vexp: the bits of every trained GPT hang on it. */
+ * 5.2e-9. The polynomial differs from vexp's: the bits of every trained GPT depend on it. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
 {
     const dtrain__v cubic = dtrain__vfma(dtrain__vset(0.044715f), x * x * x, x);
     const dtrain__v limit = dtrain__vset(80.0f), big = dtrain__vset(12582912.0f); /* 1.5 * 2^23 */
     dtrain__v u = dtrain__vset(-2.0f) * (dtrain__vset(0.797884561f) * cubic);
     u = dtrain__vmin(limit, dtrain__vmax(-limit, u));
-    /* Adding 1.5 * 2^23 rounds to an integer, which is in the low bits then. */
+    /* adding 1.5 * 2^23 leaves the rounded integer in the low bits */
     const dtrain__vi n =
         dtrain__vbits(dtrain__vfma(u, dtrain__vset(1.44269504f), big)) - dtrain__viset(0x4b400000);
     const dtrain__v whole = DTRAIN__K(vtofloat)(n);
@@ -345,13 +342,13 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
     return dtrain__vfma(p, scale, scale);
 }
 
-/* y = x/2 (1 + tanh u) as x / (1 + e^-2u): one exp, no cancellation for negative x. */
+/* Return x/2 (1 + tanh u) as x / (1 + e^-2u): one exp, no cancellation for negative x. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu)(dtrain__v x)
 {
     return x / (dtrain__vset(1.0f) + DTRAIN__K(gelu_exp)(x));
 }
 
-/* The slope for a C in half precision, by gelu_exp: vgelu_slope below, by vexp, is that of fp32. */
+/* Return the slope for a C in half precision, by gelu_exp. (vgelu_slope, by vexp, is for fp32.) */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope_low)(dtrain__v x)
 {
     const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
@@ -365,7 +362,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope_low)(dtrain__v x)
 #define DTRAIN__GELU_A 0.797884561f /* sqrt(2/pi) */
 #define DTRAIN__GELU_B 0.044715f
 
-/* With q = e^-2u and w = 1 / (1 + q): dy/dx = w + x w (1 - w) 2u' = w (1 + x q w 2u'), where
+/* Return dy/dx = w + x w (1 - w) 2u' = w (1 + x q w 2u') with q = e^-2u, w = 1 / (1 + q) and
  * u' = A (1 + 3 B x^2). The tails keep their relative accuracy; outside +-10 it is 0 or 1. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope)(dtrain__v x)
 {
@@ -382,8 +379,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope)(dtrain__v x)
 
 /* ---- Vectors in half precision ----------------------------------------------------------------
  *
- * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
- * functions of core/dtype.c: the bits are the same. */
+ * bf16 uses integer arithmetic on vectors, fp16 the F16C instructions or the scalar functions of
+ * core/dtype.c: the bits are the same. */
 
 typedef uint16_t DTRAIN__K(vhalves)
     __attribute__((vector_size(2 * DTRAIN__W), aligned(1), may_alias));
@@ -429,7 +426,7 @@ DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
     enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
-    uint16_t half[DTRAIN__W]; /* `to` may be at an odd address */
+    uint16_t half[DTRAIN__W]; /* `to` can be at an odd address */
     for (int i = 0; i < DTRAIN__W; i++) half[i] = dtrain_half_from_f32(DTRAIN_DTYPE_F16, v[i]);
     memcpy(to, half, sizeof half);
 #endif
@@ -451,8 +448,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 #endif
 }
 
-/* Load or store the first min(n, lanes) elements in half precision. Every kernel has the
- * instructions for full vectors of bf16; fp16 and tails, which take many more, are calls. */
+/* Load the first min(n, lanes) elements in half precision. Full vectors of bf16 are inlined in
+ * every kernel; fp16 and tails, with many more instructions, are calls. */
 DTRAIN__APART dtrain__v DTRAIN__K(vload_half)(const uint16_t *half, dtrain_dtype dtype, int64_t n)
 {
     uint16_t tail[DTRAIN__W] = {0};
@@ -477,9 +474,8 @@ DTRAIN__APART void DTRAIN__K(vstore_half)(uint16_t *half, dtrain_dtype dtype, dt
     for (int64_t i = 0; i < n && n < DTRAIN__W; i++) memcpy(half + i, tail + i, sizeof *half);
 }
 
-/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
- * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
- * once. */
+/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: every kernel
+ * reads and writes activations with them. Arithmetic is fp32, and a result is rounded once. */
 DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
     if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
@@ -501,9 +497,9 @@ DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, d
 
 /* ---- Blocks -------------------------------------------------------------------------------------
  *
- * Kernels on single elements take blocks that stay in L1: halves are widened into a buffer, the
- * arithmetic is a loop over fp32, whose results are rounded from another buffer. Arrays of fp32 are
- * read and written in place. */
+ * Kernels on single elements work on blocks that stay in L1: they widen halves into a buffer,
+ * compute in a loop over fp32, and round the results from another buffer. They read and write
+ * arrays of fp32 in place. */
 
 #define DTRAIN__KERNEL_BLOCK 512 /* elements */
 
@@ -521,7 +517,7 @@ DTRAIN__ROUTINE const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtyp
     return buffer;
 }
 
-/* Return where a kernel writes elements from `at` on: in place, or into `buffer` for rounded. */
+/* Return the address for results of elements from `at` on: in place, or `buffer` for rounded. */
 DTRAIN__HELPER float *DTRAIN__K(written)(void *p, dtrain_dtype dtype, int64_t at, float *buffer)
 {
     return dtype <= DTRAIN_DTYPE_F32 ? (float *)p + at : buffer;

@@ -16,19 +16,19 @@
  *         the last (0, 0, 1)
  *
  * with p2 for the square of p and n(t) the product of t's distances from the other four values. In
- * two dimensions, rows and columns are transformed one after the other, and 36 multiplications do
- * the work of 144: each of the 36 places of a patch of 6 x 6 is a product of its own, (patches, in)
- * times (in, out), whose operands and result are transformed patches. By transposition:
+ * two dimensions, rows and then columns are transformed, and 36 multiplications do the work of 144:
+ * each of the 36 places of a patch of 6 x 6 is a separate product, (patches, in) times (in, out),
+ * of transformed patches. By transposition:
  *
  *     gradient of x    a convolution of d_y with the taps in reverse order
  *     gradient of w    G^T (sum over patches of (A d_y) (B^T x))
  *
- * All sums are fp32, also of halves. Transforming costs accuracy, how much depends on p and q: with
- * 5/8 and 3/2, whose powers are exact, errors are a third of those with the usual 1 and 2, some
- * three times those of patches of 4 x 4 (7e-7 of y, root mean square, with 48 channels).
+ * All sums are fp32, also of halves. The transforms lose accuracy that depends on p and q: with 5/8
+ * and 3/2, whose powers are exact, errors are a third of the errors with the usual 1 and 2, and
+ * about three times the errors of patches of 4 x 4 (7e-7 of y, root mean square, with 48 channels).
  *
- * What is transformed lies as (36 places, vectors of channels, patches or channels of the other
- * side, lanes), zeros where there are no more channels: tiles step through it by constants. */
+ * Transformed data is (36 places, vectors of channels, patches or channels of the other side,
+ * lanes), with zeros for missing channels: tiles step through it by constants. */
 
 #if DTRAIN__FAST
 #define DTRAIN__POINT_P 0.625f
@@ -39,7 +39,7 @@
 #define DTRAIN__NP (2 * DTRAIN__P2 * (DTRAIN__P2 - DTRAIN__Q2))
 #define DTRAIN__NQ (2 * DTRAIN__Q2 * (DTRAIN__Q2 - DTRAIN__P2))
 
-/* Each transform of a line stores its results, which are fewer or more, `step` floats apart. */
+/* Each transform of a line stores its results `step` floats apart. */
 
 /* B^T x */
 DTRAIN__HELPER void DTRAIN__K(line_input)(float *to, int64_t step, dtrain__v a, dtrain__v b,
@@ -125,7 +125,7 @@ DTRAIN__HELPER void DTRAIN__K(line_filter_slope)(float *to, int64_t step, dtrain
     DTRAIN__LINE4(from, step), dtrain__vload((from) + 4 * (step)), \
         dtrain__vload((from) + 5 * (step))
 
-/* Find where the channels of each pixel of a patch begin; -1: outside. */
+/* Find the first element of each pixel of a patch; -1: outside. */
 DTRAIN__HELPER void DTRAIN__K(patch_pixels)(int64_t at[36], const dtrain__windows *w, int side,
                                             const dtrain__corner *corner)
 {
@@ -137,8 +137,8 @@ DTRAIN__HELPER void DTRAIN__K(patch_pixels)(int64_t at[36], const dtrain__window
                                       : dtrain__window_tap(w, corner, a, b);
 }
 
-/* Fetch the pixels of the patch that is `ahead` patches behind this one, but for those that a patch
- * before it needed. */
+/* Prefetch the pixels of the patch `ahead` patches later, except the pixels that it shares with
+ * earlier patches. */
 DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, const int64_t at[36],
                                               int side, int ahead)
 {
@@ -154,8 +154,8 @@ DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, con
     }
 }
 
-/* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y;
- * pixel i lies at[i] floats from `from` on, and is 0 where that is negative. */
+/* Transform `count` channels, at most a vector, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y;
+ * pixel i is at from + at[i], or 0 if at[i] is negative. */
 DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, int side, const float *from,
                                           const int64_t at[36], int64_t count)
 {
@@ -222,14 +222,14 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_read)(float *to, const dtrain__winograd *
     DTRAIN__K(patches_read_as)(to, a, &a->from, 6, first, count);
 }
 
-/* The same of d_y. */
+/* Transform `count` patches of d_y. */
 DTRAIN__ROUTINE void DTRAIN__K(patches_read_slope)(float *to, const dtrain__winograd *a,
                                                    int64_t first, int64_t count)
 {
     DTRAIN__K(patches_read_as)(to, a, &a->to, 4, first, count);
 }
 
-/* Transform `count` patches of y from `first` on back, and store the pixels that there are. */
+/* Transform `count` patches of y from `first` on back, and store their pixels inside the image. */
 DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t first,
                                               int64_t count, const float *from)
 {
@@ -267,7 +267,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t
     }
 }
 
-/* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
+/* Multiply for one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
 DTRAIN__ROUTINE void DTRAIN__K(patch_tile)(int64_t blocks, const float *a, int64_t a_block,
                                            const float *b, float *c)
 {
@@ -282,8 +282,8 @@ DTRAIN__ROUTINE void DTRAIN__K(patch_tile)(int64_t blocks, const float *a, int64
     DTRAIN__NARROW_ROWS(DTRAIN__PATCH_END)
 }
 
-/* Range: blocks of a->block patches. Scratch of a thread: transformed patches, of x and of y. Of
- * the last block's tiles, rows without a patch are computed and dropped. */
+/* Range: blocks of a->block patches. Scratch of a thread: transformed patches of x and of y. Rows
+ * of the last tiles without a patch are computed and dropped. */
 DTRAIN__KERNEL(winograd)
 {
     const dtrain__winograd *a = (const dtrain__winograd *)job->args;
@@ -307,7 +307,7 @@ DTRAIN__KERNEL(winograd)
     }
 }
 
-/* Sums of a place for W channels of x and one vector of those of d_y, over `patches`. */
+/* Sum over `patches` for one place, W channels of x and one vector of channels of d_y. */
 #if DTRAIN__W == 16
 #define DTRAIN__LANES(DO) DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15)
 #elif DTRAIN__W == 8
@@ -329,7 +329,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patch_weight_tile)(int64_t patches, const float *
     DTRAIN__LANES(DTRAIN__PATCH_STORE)
 }
 
-/* Range: parts of job->chunk blocks, each with transformed filters of its own. Scratch of a thread:
+/* Range: parts of job->chunk blocks, each with its transformed filters. Scratch of a thread:
  * transformed patches of x and of d_y. */
 DTRAIN__KERNEL(winograd_weight)
 {
@@ -393,7 +393,7 @@ DTRAIN__KERNEL(winograd_filter)
         }
 }
 
-/* Range: outer. Adds the parts up, in order, and transforms their sum back. */
+/* Range: outer. Sums the parts in order, and transforms the sum back. */
 DTRAIN__KERNEL(winograd_filter_sum)
 {
     const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
