@@ -35961,7 +35961,7 @@ typedef struct dtrain__kernels {
     const char *name;
     const dtrain__isa *gemm;                /* NULL without models */
     const dtrain__conv_tiles *convolutions; /* likewise */
-    void (*mix)(const dtrain__mix_job *job);
+    void (*mix)(const dtrain__mix_job *job, int64_t at);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
@@ -38694,7 +38694,7 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
     if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
     else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
     else if (job->dtype == DTRAIN_DTYPE_F64) dtrain__mix_f64(job);
-    else dtrain__kernels_select()->mix(job);
+    else dtrain__kernels_select()->mix(job, 0);
 }
 
 /* Restore how the host rounds a * b + c, see core/platform_internal.h. */
@@ -39275,53 +39275,57 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_
     return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
 }
 
-/* Combine all elements: with `fast` four vectors at a time, then one. */
-DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
-                                      bool fast)
+/* Add four vectors at a time, and return how many elements that were. */
+DTRAIN__HELPER int64_t DTRAIN__K(mix_fours)(const dtrain__mix_job *job, dtrain_dtype dtype,
+                                            dtrain__v scale)
 {
     const int64_t count = (int64_t)job->count, w = DTRAIN__W;
-    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
     const char *const *in = job->in;
     int64_t at = 0;
-    for (; fast && at + 4 * w <= count; at += 4 * w) {
+    for (; at + 4 * w <= count; at += 4 * w) {
         dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
         dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
         dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
         dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
         for (int i = 1; i < job->in_count; i++) {
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
-            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
-            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
-            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
+            a += dtrain__vload_as(in[i], dtype, at, w);
+            b += dtrain__vload_as(in[i], dtype, at + w, w);
+            c += dtrain__vload_as(in[i], dtype, at + 2 * w, w);
+            d += dtrain__vload_as(in[i], dtype, at + 3 * w, w);
         }
         for (int i = 0; i < job->out_count; i++) {
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
-            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
+            dtrain__vstore_as(job->out[i], dtype, at, a * scale, w);
+            dtrain__vstore_as(job->out[i], dtype, at + w, b * scale, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, c * scale, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, d * scale, w);
         }
     }
-    for (; at < count; at += w) {
-        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
-        for (int i = 1; i < job->in_count; i++)
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
-        for (int i = 0; i < job->out_count; i++)
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
-    }
+    return at;
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
+/* Combine the elements from `at` on: sums of fp32 and bf16 are fast, other types and operations and
+ * the last elements are not. */
+DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job, int64_t at)
 {
-    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
-    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
-    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+    const bool mean = job->op == DTRAIN_REDUCE_MEAN, sum = mean || job->op == DTRAIN_REDUCE_SUM;
+    const dtrain__v scale = dtrain__vset(mean ? 1.0f / (float)job->in_count : 1.0f);
+    if (DTRAIN__FAST && sum && !at) {
+        if (job->dtype == DTRAIN_DTYPE_F32) at = DTRAIN__K(mix_fours)(job, DTRAIN_DTYPE_F32, scale);
+        if (job->dtype == DTRAIN_DTYPE_BF16)
+            at = DTRAIN__K(mix_fours)(job, DTRAIN_DTYPE_BF16, scale);
+    }
 #if DTRAIN__ISA == 3
-    else dtrain__mix_avx2(job); /* other types and operations are rare */
+    dtrain__mix_avx2(job, at);
 #else
-    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
+    for (const int64_t count = (int64_t)job->count; at < count; at += DTRAIN__W) {
+        dtrain__v a = dtrain__vload_as(job->in[0], job->dtype, at, count - at);
+        for (int i = 1; i < job->in_count; i++)
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(job->in[i], job->dtype, at, count - at),
+                                    op);
+        for (int i = 0; i < job->out_count; i++)
+            dtrain__vstore_as(job->out[i], job->dtype, at, a * scale, count - at);
+    }
 #endif
 }
 #if DTRAIN__MODELS

@@ -147,5 +147,5 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
     if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
     else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
     else if (job->dtype == DTRAIN_DTYPE_F64) dtrain__mix_f64(job);
-    else dtrain__kernels_select()->mix(job);
+    else dtrain__kernels_select()->mix(job, 0);
 }

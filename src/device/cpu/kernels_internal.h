@@ -54,7 +54,7 @@ typedef struct dtrain__kernels {
     const char *name;
     const dtrain__isa *gemm;                /* NULL without models */
     const dtrain__conv_tiles *convolutions; /* likewise */
-    void (*mix)(const dtrain__mix_job *job);
+    void (*mix)(const dtrain__mix_job *job, int64_t at);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
