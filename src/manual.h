@@ -1,4 +1,4 @@
-/* dtrain.h: distributed deep-learning training for C. Version 0.2.0, MIT license (file LICENSE).
+/* dtrain.h: distributed deep-learning training for C. MIT license (file LICENSE).
 
    Do this in ONE C or C++ file, before any other include:
 

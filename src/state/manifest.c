@@ -1,6 +1,6 @@
 /* Manifests: the index of a checkpoint, as JSON
  *
- *     {"format": "dtrain checkpoint", "version": 3, "library": "0.2.0", "step": 1000, "ranks": 2,
+ *     {"format": "dtrain checkpoint", "version": 3, "library": "1.2.3", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "config": "...",
  *      "model": {"heads": "4", ...},
