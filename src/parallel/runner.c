@@ -2,23 +2,23 @@
  *
  * A rank works through its list of actions. Messages are asynchronous: RECEIVE starts a receive and
  * returns, and the action that needs the message waits for it. An action that would overwrite
- * memory that is still being sent waits for the send:
+ * memory that is still being sent waits for the send (the numbers are micro-batches):
  *
  *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 SEND_GRADIENT 1 . . . SEND_GRADIENT 4
  *     starts            waits      starts         waits for  starts                waits for
- *     (waits for the last receive                 SEND 1                           SEND_GRADIENT 1
+ *     (waits for the one before                   SEND 1                           SEND_GRADIENT 1
  *     of this inbox)                                                               (the same slot)
  *
- * SEND can read the pass's inbox, if the stage only passes a tensor on. BACKWARD frees the inbox. A
- * received gradient proves that the next stage has taken the tensor; but there may be no gradient,
- * so BACKWARD waits for SEND.
+ * SEND can read the pass's inbox, if the stage only passes a tensor on. The pass's last action,
+ * which is BACKWARD or WEIGHT, frees the inbox. A received gradient proves that the next stage has
+ * taken the tensor; but there may be no gradient, so BACKWARD waits for SEND.
  *
- * A gradient to send has separate memory for each slot: the peer receives it after its current
- * computation, perhaps after the next BACKWARD in this slot. Only the next SEND_GRADIENT of the
- * slot waits for it.
+ * A gradient to send has separate memory for each slot: the peer may compute for so long that this
+ * rank's next BACKWARD in the slot comes before the peer receives. Only the slot's next
+ * SEND_GRADIENT waits for the send.
  *
- * So a table holds the works of each slot and of each inbox: two receives and two sends, of several
- * parts each. The first run allocates the table and keeps it in the schedule. */
+ * So a table holds the works (handles) of each slot (SEND, SEND_GRADIENT, RECEIVE_GRADIENT) and of
+ * each inbox (RECEIVE). A rank's first run allocates its table and keeps it in the schedule. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -41,11 +41,11 @@ typedef struct dtrain__runner {
     dtrain_comm *comm;
     const dtrain_pipeline_work *work;
     int rank;
-    dtrain__message *messages; /* (count) four for each number of a slot or inbox */
+    dtrain__message *messages; /* (count) four for each n: for slot n and inbox n together */
     size_t count;
 } dtrain__runner;
 
-/* Return the last message of kind `act` that was started with an action's slot or inbox. */
+/* Return the table's message of kind `act` for an action's slot or inbox. */
 static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
                                            const dtrain_pipeline_action *action)
 {
@@ -53,7 +53,7 @@ static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t a
     return &run->messages[4 * (size_t)place + act - DTRAIN_PIPELINE_ACT_SEND];
 }
 
-/* Wait for all parts of a message, which frees them, also after an error. Return that error. */
+/* Wait for all parts of a message, to free their works. Return the first error. */
 static dtrain_result dtrain__message_wait(dtrain__message *message)
 {
     dtrain_result first = DTRAIN_OK;
@@ -71,7 +71,7 @@ static dtrain_result dtrain__run_wait(const dtrain__runner *run, uint32_t act,
     return dtrain__message_wait(dtrain__message_of(run, act, action));
 }
 
-/* Start the parts of a message. */
+/* Start the parts of a message, after waiting for the one before in its slot or inbox. */
 static dtrain_result dtrain__message_start(const dtrain__runner *run,
                                            const dtrain_pipeline_action *action)
 {
@@ -94,12 +94,12 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
         message->count = i + 1;
     }
     if (!run->comm->ops->launch_ordered || !message->count) return DTRAIN_OK;
-    bool done; /* NCCL's communicator would hold messages back until one is waited for */
+    bool done; /* NCCL's communicator holds messages back until a test, a wait or a collective */
     return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
-/* Compute, after waiting for what the computation reads and overwrites. Record a span: a trace then
- * shows passes as a drawing of the schedule does. */
+/* Compute, after waiting for what the computation reads and overwrites. A span makes the pass
+ * visible in a trace, which then looks like the drawing of a schedule. */
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
@@ -139,9 +139,9 @@ static dtrain_result dtrain__run_place(const dtrain__runner *run,
                        dtrain__bare(dtrain_last_error()));
 }
 
-/* Fail on all ranks, and free the works under way. An error that the communicator already has
- * stands instead of this rank's: the error of another rank, or of a rank that was late or has died.
- * Add this rank's place to that error too. */
+/* Fail on all ranks, and free the works under way. If the communicator has failed before (an error
+ * of another rank, or a rank that was late or has died), return its error instead of this rank's,
+ * with this rank's place added. */
 static dtrain_result dtrain__run_fail(const dtrain__runner *run,
                                       const dtrain_pipeline_action *action, dtrain_result result)
 {
@@ -149,7 +149,7 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
     result = dtrain__run_place(run, action, result);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (run->comm) result = run->comm->ops->fail(run->comm, result, text);
-    const char *stands = dtrain_last_error(); /* a communicator cuts long sentences */
+    const char *stands = dtrain_last_error(); /* `text`, perhaps cut, or an earlier error */
     if (strncmp(stands, text, strlen(stands)) != 0) dtrain__run_place(run, action, result);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
@@ -181,7 +181,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.work = work;
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
 
-    /* memory in the schedule for this rank's messages: all messages of an earlier run have ended */
+    /* reuse this rank's table or make a larger one: no message of an earlier run is under way */
     dtrain__run_memory *memory = &schedule->memory[run.rank];
     dtrain__pipeline_room(schedule, run.rank, &slots, &inboxes);
     run.count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
@@ -194,7 +194,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.messages = (dtrain__message *)memory->messages;
     if (!run.messages) return DTRAIN_ERROR_MEMORY;
 
-    /* work through the list, and wait for the sends under way */
+    /* work through the list, then wait for sends under way: their errors name the last action */
     for (size_t i = schedule->first[run.rank]; i < schedule->first[run.rank + 1] && !result; i++) {
         action = &schedule->actions[i];
         result = dtrain__is_message(action) ? dtrain__message_start(&run, action)

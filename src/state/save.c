@@ -1,7 +1,7 @@
 /* Saving
  *
- *     plan        assign each piece that this rank writes a place in one of two files: values, and
- *                 all else. This happens once, when the directory is opened
+ *     plan        assign each piece of a tensor that this rank writes a place in one of two files:
+ *                 values, and all else. This happens once, when the directory is opened
  *     snapshot    copy the pieces to host memory, if a thread writes in the background
  *     write       write both files, block by block. The header comes last, because it has the
  *                 checksums of the blocks. A rename marks the file as whole and on the disk
@@ -15,7 +15,7 @@
  *     thread of a rank                                  | write |
  *     thread of rank 0                                  | write | publish |
  *
- * Otherwise one call does all steps in this order. The thread must not call a collective: its place
+ * Otherwise one call does snapshot to settle. The thread must not call a collective: its place
  * among the collectives of training would differ from rank to rank. Therefore the thread of rank 0
  * polls the shared directory for the files of the other ranks. If a rank has failed to write, rank
  * 0 learns of it when it settles, and tells its thread to stop polling. */
@@ -41,7 +41,7 @@
 #define DTRAIN__POLL_MS 10     /* interval of polls for a file of another rank */
 #define DTRAIN__SHARED_MS 5000 /* longest delay until one host sees the file of another host */
 
-/* Keep a result and the last error. */
+/* Return a result together with the sentence of the last error. */
 DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
 {
     dtrain__outcome outcome;
@@ -75,9 +75,9 @@ static int dtrain__file_order(const void *left, const void *right)
     return files ? files : widths ? widths : dtrain__held_order(left, right);
 }
 
-/* Place the pieces that this rank writes in its two files, and allocate checksums and either the
- * snapshot or the bounce buffer. A piece without elements is not written, but a tensor without
- * elements gets its entry. */
+/* Place the pieces that this rank writes in its two files, and allocate checksums and, if needed,
+ * the snapshot or the bounce buffer. A piece without elements is left out, unless the whole tensor
+ * has none: then the header lists it. */
 static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
@@ -181,8 +181,8 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 
 /* ---- The directory ----------------------------------------------------------------------------*/
 
-/* On rank 0, set aside the checkpoints that the state does not continue: those of steps later than
- * `next` or than the step at which the state was loaded or saved, and all those of another run. */
+/* On rank 0, set aside the checkpoints of steps later than `next`, the step to save, or than the
+ * step that the state was loaded from or saved as; if they are of another run, all of them. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
@@ -197,8 +197,8 @@ static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
     return DTRAIN_OK;
 }
 
-/* On rank 0, check that the checkpoints in the directory belong to the run of the state. A new run
- * is named by the number of its job. */
+/* On rank 0, check that the directory is empty or has a checkpoint of the state's run; or, with
+ * set_aside, move the others away. A new run takes the number of its job as its own. */
 static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
 {
     dtrain_state *state = c->desc.state;
@@ -225,9 +225,9 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* On rank 0, make the directory, lock it, and remove what a crash has left. Each directory that is
- * made is synced to its parent: otherwise a loss of power could take the whole directory with its
- * checkpoints. */
+/* On rank 0, make the directory, lock it, remove what a crash has left, and check its history.
+ * After a directory is made, its parent is synced: otherwise a loss of power could take the
+ * directory with all checkpoints. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -485,10 +485,10 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     return dtrain__save_count(c, result, last);
 }
 
-/* Begin a save. Every rank takes its snapshot, the only part of a save in the background for which
- * training waits. Rank 0 writes the beginning of the manifest and makes the directory step-N.tmp.
- * If the user has removed the run's directory, rank 0 makes and locks it again, because the lock it
- * holds went with the old one. Otherwise it removes what a failed save has left. */
+/* Begin a save. Every rank takes its snapshot, if a thread will write. Rank 0 begins the manifest,
+ * sets later checkpoints aside and makes the directory step-N.tmp. If the user has removed the
+ * run's directory, the lock is gone with it: rank 0 makes and locks the directory again. Otherwise
+ * rank 0 removes what a failed save has left. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;

@@ -1,6 +1,6 @@
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * DDP is the worked example. Its numbers are those of the sections below.
+ * The example is DDP. The numbers 1 to 4 are those of the sections below.
  *
  *       the tape or the host        on this rank                           among the ranks
  *
@@ -18,20 +18,20 @@
  *       clipping, optimizer         on shards of dtrain_strategy_shards
  *     4 dtrain_strategy_publish     DDP: nothing to do                     all-gather of shards
  *
- * A bucket goes through the list of steps that it got at create (steps.c). DDP has one step,
- * ALL_REDUCE. Kinds that shard have REDUCE_SCATTER and KEEP. These three stand at the end of this
- * file. Steps of other features stand in separate files; this file names none of them. units.c
- * gathers and releases sharded values.
+ * A bucket goes through its list of steps, made at create (steps.c); a step of the training is
+ * called training step. DDP has one step, ALL_REDUCE. Most kinds that shard have REDUCE_SCATTER and
+ * KEEP. These three stand at the end of this file, steps of other features in separate files.
+ * units.c gathers and releases sharded values.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
  * 0, 1, 2, ..., whatever the order in which it calls ready, and starting a collective never waits.
- * A bucket that is complete early waits for the buckets before it. A second step starts when the
- * first is done, which happens at different moments on different ranks. So each step has a separate
- * communicator, and all buckets use that communicator in their order.
+ * A bucket is complete when all its gradients are marked; it waits for the buckets before it. A
+ * second step starts when the first is done, at different moments on different ranks. So each step
+ * that has collectives has a separate communicator, and all buckets use it in bucket order.
  *
- * Why bits do not depend on kind, overlap, bucket size or copying: each element is the sum over the
- * ranks, in rank order, times 1/N, in whichever buffer it is. (HYBRID_SHARD and hierarchical sum
- * over the ranks of a node first: another order, and other bits.) */
+ * Why bits do not depend on kind, overlap, bucket size or copying of gradients into buckets: each
+ * element is the sum over the ranks, in rank order, times 1/N. (Other orders and bits: HYBRID_SHARD
+ * and hierarchical, node by node; sharded gradients, ranks before micro-batches.) */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -42,10 +42,10 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy);
 
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* Prepare the next backward, or (step_done) the next step. `pending` of a gradient or bucket counts
- * the calls of ready that are still to come; dtrain__mark decrements it. grad_written tells the
- * next backward to add to a gradient instead of overwriting it. It is cleared after every backward
- * if the reduced shard has separate memory; for whole gradients it is cleared after the step. */
+/* Prepare the next backward or, with step_done, the next training step. `pending` of an entry or
+ * bucket counts the calls of ready that are still to come; dtrain__mark decrements it. grad_written
+ * tells the next backward to add to a gradient instead of overwriting it. It is cleared after every
+ * backward if the bucket has shards_grads, otherwise after the training step. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -74,15 +74,15 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* True if a bucket is reduced in this backward. Whole gradients add up on each rank until the last
- * micro-batch of a step. If a rank keeps only a shard, they are reduced every time. */
+/* True if a bucket is reduced in this backward: one with shards_grads in every backward, whole
+ * gradients in the last of a training step; until then they add up on each rank. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from the host's array, of any type, into its bucket, or back. A gradient whose
- * array is the bucket itself stays there. */
+/* Copy a gradient from the program's array, of any type, into its bucket or, with `back`, out of
+ * it. Nothing is copied if the array is the gradient's place in the bucket. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -96,8 +96,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
-/* Count a final gradient, in constant time. It moves into its bucket when the last alias that
- * shares it is marked. Then launch every bucket that is complete. */
+/* Count a mark. The last mark of a shared gradient moves it into its bucket, if that is reduced in
+ * this backward. Launch complete buckets, unless finish or the walk back does so (units.c). */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -109,13 +109,13 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     bucket->pending--;
     if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
-    if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
+    if (!strategy->desc.no_overlap && !dtrain__walks_units(strategy))
         DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->untied));
     return dtrain__progress(strategy);
 }
 
-/* Refuse a second mark in one backward, and a mark while the gradient has no memory. A gradient of
- * a sharded unit has memory from the gather of its unit to the gather of the next unit. */
+/* Refuse to mark what is frozen, is on another rank's stage, is marked already, or has no memory: a
+ * sharded gradient has it from its unit's gather for backward to the next unit's. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
 {
     const dtrain__entry *entry = &strategy->layout.entries[index];
@@ -135,8 +135,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
                        index, dtrain__short(strategy->params[index].name), why);
 }
 
-/* Mark a gradient. The tape sets grad_written at its first write; a host with its own backward
- * leaves that to this function. */
+/* Mark a gradient. The tape sets grad_written at its first write; for a program with its own
+ * backward this function does. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     const char *const call = "dtrain_strategy_ready";
@@ -175,7 +175,7 @@ static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__buck
     return false;
 }
 
-/* Begin steps until one has started collectives. */
+/* Begin steps until one has started collectives; after the last step the bucket is reduced. */
 static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     while (bucket->step < dtrain__step_count(strategy, bucket)) {
@@ -199,8 +199,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
 }
 
 /* Launch buckets below `end` in their order, up to the first that is not complete. In lockstep
- * (strategy_internal.h) first move each bucket under way one step further. A bucket at its last
- * collective is left out: backward would wait for it. */
+ * (NCCL) first wait for each bucket under way, and begin its next collective. A bucket at its last
+ * collective is left out: backward would wait for it and could start nothing. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -218,9 +218,9 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
     return DTRAIN_OK;
 }
 
-/* Take every bucket under way as far as it can go without waiting. There is no progress thread:
- * collectives move only in calls of this function, one at every ready. A bucket begins a step only
- * after all earlier buckets have begun it. */
+/* Take every bucket under way as far as it can go without waiting; in lockstep do nothing. There is
+ * no progress thread, so every ready calls this. A bucket begins a step only after all earlier
+ * buckets have begun it. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
     uint32_t slowest = DTRAIN__REDUCED; /* smallest step of the buckets so far */
@@ -235,13 +235,13 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
         }
         if (bucket->step < slowest) slowest = bucket->step;
         if (b == strategy->oldest && bucket->step == DTRAIN__REDUCED) strategy->oldest++;
-        if (!done && bucket->steps->collectives == 1) break; /* later buckets end later */
+        if (!done && bucket->steps->collectives == 1) break; /* later ones are not done either */
     }
     return DTRAIN_OK;
 }
 
-/* Wait until all buckets below `end` are reduced. Take one bucket after another while later buckets
- * continue; in lockstep take all of them one step at a time. */
+/* Wait until all buckets below `end`, which must be launched, are reduced: wait for the oldest
+ * while dtrain__progress moves the others; in lockstep wait for one step of each, in turns. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -259,17 +259,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Finish --------------------------------------------------------------------------------*/
 
-/* Complete and launch the buckets below `end`, one at a time. Two buckets can share a buffer, which
- * may be zeroed for the second bucket only after the first is launched. A gradient that was not
- * marked keeps the value of an earlier micro-batch or another alias, or becomes zero. */
+/* Complete and launch the buckets below `end`. A gradient that was not marked keeps the value of an
+ * earlier micro-batch or of a marked alias, or becomes zero. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__layout *layout = &strategy->layout;
     while (strategy->launched < end) {
         dtrain__bucket *bucket = &layout->buckets[strategy->launched];
-        const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+        const bool incomplete = bucket->pending && dtrain__travels(strategy, bucket);
         bucket->pending = 0;
-        for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+        for (uint32_t i = bucket->first_param; incomplete && i <= bucket->last_param; i++) {
             const dtrain__entry *entry = &layout->entries[i];
             const dtrain_param *p = &strategy->params[i];
             const size_t bytes = (size_t)dtrain__words(layout, p->count) * sizeof(float);
@@ -284,10 +283,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of calls matters: a step that fails for a missing gradient makes the
- * same collectives as a step that succeeds, so that all ranks begin the next step at the same
- * place. Wait for units that were fetched ahead: their collectives read shards that the update
- * overwrites. */
+/* End a backward. A missing gradient changes no collective, so all ranks continue at the same
+ * collective; its error is *missing. At last wait for units that were fetched ahead: their
+ * collectives read shards that the update overwrites. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;
@@ -302,7 +300,7 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     DTRAIN__TRY(dtrain__settle_steps(strategy, true));
     if (!last) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__counts_end(strategy));
-    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole gradients: to the host's arrays */
+    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole: copy to the program's arrays */
         const dtrain_param *p = strategy->shards[i].param;
         if (!dtrain__shard_bucket(&strategy->layout, p->state.index))
             DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
@@ -331,14 +329,14 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
 
 /* Publish updated values. Kinds that keep whole values but update shards (ZERO1, SHARD_GRAD_OP)
- * gather them. Kinds that keep sharded values evict the old values from their slots, and the next
- * gather brings the new ones. Then copy whole values to the host's arrays, of any type. */
+ * gather the shards. Kinds that keep sharded values evict the old values from their slots, and the
+ * next gather brings the new ones. Then copy whole values to the program's arrays, of any type. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     const dtrain__classes *shards = &strategy->layout.shards;
     dtrain_result result = DTRAIN_OK;
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    if (shards->params) result = dtrain__forget_units(strategy);
+    if (shards->params) result = dtrain__evict_units(strategy);
     else if (shards->state) result = dtrain__gather_shards(strategy);
     if (result == DTRAIN_OK) result = dtrain__copy_host_values(strategy, true);
     return dtrain__strategy_keep(strategy, result);
@@ -346,8 +344,8 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
 
-/* ALL_REDUCE: replace the gradients of a bucket by their mean; with several nodes, those of this
- * rank's slice. The gradients travel, or their rounded copy (wire.c). */
+/* ALL_REDUCE: replace the gradients of a bucket by their mean; if hierarchical, this rank's slice
+ * by its sum over nodes (steps->op). The gradients are sent, or their rounded copy (wire.c). */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
@@ -366,7 +364,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy
  * or of a shard in host memory, is received in this rank's part of the buffer that holds the
  * gradients. From there it is added to the shard, or copied (offload.c). */
 
-/* Return the address where the fp32 result of this backward is received. */
+/* Return the address where this backward's result is received or widened to (wire.c). */
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
                                              const dtrain__bucket *bucket)
 {
@@ -375,7 +373,7 @@ DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
     return bucket->grad_shard;
 }
 
-/* REDUCE_SCATTER: each rank receives the mean of its shard. */
+/* REDUCE_SCATTER: each rank receives its shard of the mean, or of the sum (steps->op). */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
                                                            dtrain__bucket *bucket)
 {

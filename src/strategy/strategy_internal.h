@@ -229,9 +229,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy);
 
 /* strategy/units.c */
-DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__walks_units(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
-DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__evict_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u);
 DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);

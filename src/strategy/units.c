@@ -4,15 +4,15 @@
  * If a kind shards values, the values of a unit are in one of four states:
  *
  *              gather of this unit or        collectives            gather
- *              of the unit before it         are done
+ *              one before it in the pass     are done
  *     ABSENT --------------------> GATHERING ---------> GATHERED -----------> SHOWN
  *       ^                              |                 |    ^   release       |
  *       |                              |                 |    '-----------------'
  *       '------------------------------'-----------------'----------------------'
  *                       another unit takes the slot, or publish: values are out of date
  *
- * dtrain_param.value points to the values of a unit only while the unit is SHOWN. The values are in
- * one of two slots. The pass uses one slot while the other is filled (G: GATHERING, S: SHOWN):
+ * dtrain_param.value points to a unit's values only while it is SHOWN. A unit without own_memory
+ * uses one of two slots, while the other is filled (G: GATHERING, S: SHOWN, dots: the values stay):
  *
  *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
  *     slot 0     [ 0 S     ] [ 2 G     ] [ 2 S     ] . . . . . .|. . . . .  [ 2 S    ] [ 0 G    ]
@@ -21,9 +21,9 @@
  * Unit u uses slot u % 2 (dtrain__lay_values). So its addresses are the same at every gather, and
  * addresses that the tape has recorded stay valid. Memory is constant: two units, however deep the
  * model. A unit that is still in its slot is not gathered again (units 3 and 2 at the turn above).
- * A slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into the
- * slot of unit u - 1. On a device with streams, a collective starts after the kernels queued before
- * it.
+ * Filling a slot overwrites no values in use: a unit is gathered after the release of the one
+ * before it in the pass, and only that one's slot is filled ahead. On a device with streams, a
+ * collective starts after the kernels queued before it.
  *
  * The backward of a unit writes its gradients into one of two alternating buffers. They are reduced
  * when backward comes to the next unit:
@@ -31,7 +31,7 @@
  *     backward       unit 3        unit 2          unit 1        unit 0          finish
  *     buffer 1       [ 3 written ] [ 3 reduced   ] [ 1 written ] [ 1 reduced   ]
  *     buffer 0                     [ 2 written   ] [ 2 reduced ] [ 0 written   ] [ 0 reduced ]
- *     shards                                       3             2               1, 0
+ *     shards ready                                 3             2               1, 0
  *
  * All ranks must start the same collectives in the same order. If a rank started the collective of
  * another unit of the same size, it would receive the wrong numbers without any error. In forward
@@ -47,16 +47,16 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
-/* True if the kind walks units: it shards gradients or values (not DDP, not ZERO1). Then a unit's
- * gradients are launched when backward comes to the next unit, and gradients without a unit in
- * finish. If a rank launched a bucket as soon as it was complete, it would start another order of
- * collectives than a rank that lacks a gradient of the bucket. */
-DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
+/* True if backward walks down unit by unit, because gradients or values are sharded (not DDP, not
+ * ZERO1). Then a unit's bucket is launched when backward comes to the next unit, buckets without a
+ * unit in finish. If each were launched as soon as it is complete, the order of collectives would
+ * differ on a rank that lacks a gradient. */
+DTRAIN__PRIVATE bool dtrain__walks_units(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Find the index of a unit. It begins at the last unit gathered: constant time in a pass. */
+/* Find the index of a unit; search from the one before the last gathered (DDP, ZERO1: from 0). */
 static dtrain_result dtrain__find_unit(const dtrain_strategy *strategy, const char *call,
                                        uint32_t id, uint32_t *at)
 {
@@ -71,8 +71,8 @@ static dtrain_result dtrain__find_unit(const dtrain_strategy *strategy, const ch
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
 }
 
-/* Gather unit number `at`, and fetch unit `next`, which the pass needs next. The unit of shared
- * parameters stays gathered until publish. */
+/* Gather unit number `at`, and the parameters that several units use, which stay until publish.
+ * Start to gather unit `next`, if there is one. */
 static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -101,17 +101,17 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
             backward ? "call dtrain_strategy_finish between two"
                      : "to make activations of more than two units again, gather the last "
                        "of them for backward before");
-    if (backward || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
+    if (backward || at <= due || !dtrain__walks_units(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "dtrain_strategy_gather: unit %u is not due; due is unit %u%s. Forward "
                        "gathers units in the order in which their first parameters are registered",
                        id, units[due].id, due ? "" : ", the first");
 }
 
-/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
- * forward is a recomputation if a backward is under way. It is one too if it returns to an earlier
- * unit than the last, but not to the first: then this rank's backward has stepped over all
- * units. */
+/* Gather a unit for a pass and show it. A forward recomputes activations if a backward is under
+ * way, or if the unit comes before the last gathered unit and is not unit 0: then backward has
+ * stepped over all units so far. It first walks back, unless the last unit of the recomputation has
+ * been gathered for backward (`entered`). */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     if (backward) {
@@ -140,7 +140,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                            (int)pass);
     const bool backward = pass == DTRAIN_PASS_BACKWARD;
     DTRAIN__TRY(dtrain__check_order(strategy, at, unit, backward));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (!dtrain__walks_units(strategy)) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, backward));
 }
 
@@ -156,13 +156,13 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 
 /* ---- The walk back
  *
- * A forward inside a backward (activation checkpointing) does not say at which unit it will end,
- * and a rank that has stepped over units does not know how far other ranks have come. So every rank
- * walks back to the unit after the first unit of this forward: both units then fit into their
- * slots. Before a forward of more than two units, its last unit must be gathered for backward. */
+ * A walk back goes down through units, and starts the same collectives on all ranks. A forward in
+ * a backward (activation checkpointing) does not say where it will end, and no rank knows how far
+ * others have come. So each walks back to the unit after the first of this forward: both units fit
+ * into their slots. If it has more, its last must be gathered for backward before. */
 
-/* Give a unit its alternating buffer. First wait until the gradients of the unit that used the
- * buffer, two units later in the model, are reduced. A unit without gradients needs no buffer. */
+/* Give a unit its alternating buffer. First wait until the last bucket in the buffer has done the
+ * steps that use it (dtrain__buffer_steps). A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -183,20 +183,20 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 }
 
 /* Walk backward down to unit `to`. For each unit on the way every rank starts the same collectives,
- * whatever gradients it has: it reduces the gradients of later units, gathers the values of this
- * unit and fetches those of the next. So a rank may step over units or end early: its next gather,
- * or finish, walks them. Recomputation may have evicted the current unit of backward; all ranks
- * evict alike, so all gather it again. */
+ * whatever gradients it has: it launches the bucket of the unit above, gathers the values of this
+ * unit and starts to gather the unit below. So a rank may step over units or end early: its next
+ * gather, or finish, makes up for them. Recomputation may have evicted the unit that backward has
+ * reached; all ranks evict alike, so all gather it again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;
     uint32_t at = strategy->backward;
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (!dtrain__walks_units(strategy)) return DTRAIN_OK;
     if (at == DTRAIN__NONE) at = (uint32_t)layout->unit_count;
     else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
     strategy->entered = false;
     while (at > to) {
-        size_t over = strategy->launched; /* end of the buckets whose units are done */
+        size_t over = strategy->launched; /* end of buckets of units >= `at`, which come first */
         while (over < layout->bucket_count && layout->buckets[over].unit != DTRAIN__NONE &&
                layout->buckets[over].unit >= at)
             over++;
@@ -219,7 +219,7 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
 }
 
 /* GATHERING -> GATHERED: wait for the collectives, and convert. Values that travelled rounded
- * become fp32. Then fp32 values become values in the host's type, unless they travelled in it. */
+ * become fp32, and then values in the program's type, unless they travelled in it. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -265,7 +265,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtra
     return DTRAIN_OK;
 }
 
-/* Free the slot of a unit, if it has one: evict the unit that is in it. */
+/* Give a unit its slot, if it uses one: evict the unit that is in it. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
                                                  const dtrain__unit *unit)
 {
@@ -305,7 +305,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 }
 
 /* Evict all units: their shards have been updated. */
-DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__evict_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++)
         DTRAIN__TRY(dtrain__unit_evict(strategy, dtrain__unit_at(strategy, u)));
@@ -315,17 +315,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Return the whole values of a bucket as dtype. */
+/* Return the memory of a bucket's whole values: rounded to dtype, or (F32) not rounded. */
 static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     return dtype != DTRAIN_DTYPE_F32 ? (char *)bucket->low_values : (char *)bucket->values;
 }
 
-/* Start to gather a bucket's values as dtype. With several nodes that takes two collectives. This
- * one gathers this rank's slice from the other nodes; dtrain__gather_inside gathers the slices
- * inside the node. A shard is rounded at every gather: to keep a rounded copy beside the master
- * would save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes
- * per element. */
+/* Start to gather a bucket's values as dtype. On hierarchical nodes that takes two collectives:
+ * this function gathers this rank's slice from the other nodes, dtrain__gather_inside the slices
+ * inside the node. A shard is rounded at every gather: a rounded copy beside the fp32 shard would
+ * save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes per
+ * element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
@@ -352,7 +352,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
         (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
 }
 
-/* With several nodes, wait for the first collective and start the second one. */
+/* On hierarchical nodes, wait for the first collective and start the second one. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
                                                     dtrain__bucket *bucket, dtrain_dtype dtype)
 {

@@ -1,15 +1,15 @@
 /* Trainer
  *
- * A step is its micro-batches (micro_batch.c, over a pipeline pipeline_step.c), the update and the
- * record (record.c). In a recorded step queued_step.c runs the first two.
+ * A step is its micro-batches (micro_batch.c, or with a pipeline pipeline_step.c), the update and
+ * the record (record.c). With desc.graph, queued_step.c runs micro-batches and update.
  *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
  *
- * The all-gather carries every rank's loss and times. It comes last, so that the times are whole.
- * Parameters are safe before it: the norm of the averaged gradient is the same on all ranks, a NaN
- * of any rank is in it, and then no rank updates or publishes. With loss scaling all ranks skip
- * that step, unless a loss was not finite. */
+ * The words are a rank's numbers: its loss, its times and more. Their all-gather comes last, when
+ * all times are known. Parameters are safe before that: the norm of the averaged gradient is the
+ * same on all ranks; if it is not finite, no rank updates or publishes, and the step is an error.
+ * With loss scaling, if all losses are finite, and with DTRAIN_NONFINITE_SKIP it is skipped. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -34,8 +34,8 @@
 
 /* ---- The step ---------------------------------------------------------------------------------*/
 
-/* Run micro-batches and update, with the host in the middle or queued as a whole, then make the
- * record. A norm that is not finite leaves the parameters unchanged. */
+/* Run micro-batches and update, then make the record. With trainer->queue the CPU first waits after
+ * the update. A norm that is not finite leaves the parameters unchanged. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -43,7 +43,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     record->step = trainer->step + 1;
     record->lr = (double)dtrain_schedule_lr(&desc->schedule, trainer->step);
     dtrain__record_counters(trainer, before);
-    before[DTRAIN__WORD_CHECKPOINT] = trainer->saving; /* saving happens between steps */
+    before[DTRAIN__WORD_CHECKPOINT] = trainer->saving; /* count saves since the last record */
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, record));
     else {
         float norm = 0, scale = 1;
@@ -67,7 +67,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     return verify ? dtrain_strategy_verify(desc->strategy, NULL) : DTRAIN_OK;
 }
 
-/* Take one step, in a span. */
+/* Take one step, timed as one span of the timeline. Its first call compares trainers. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     dtrain_step_record full;
@@ -110,9 +110,9 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. A rank
- * whose data has ended joins the gathers of other ranks. Each sample counts once, whatever a step
- * averages over. A loss that counts no samples has the weight that the program gives it, or 1. */
+/* Evaluate a batch on every rank, and add the round's numbers of all ranks to `sums` in rank order.
+ * A rank whose data has ended joins the gathers of other ranks. Each sample counts once. A loss of
+ * which the tape counts no samples has the weight that the program gives it, or 1. */
 static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
                                             void *user, double *sums)
 {
@@ -124,7 +124,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
     dtrain__world_info(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
-    if (next == DTRAIN_ERROR_END) /* in a pipeline on all of its ranks */
+    if (next == DTRAIN_ERROR_END) /* all ranks of a pipeline end together */
         DTRAIN__TRY(trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
                                       : dtrain__join_forward(strategy));
     else {
@@ -140,7 +140,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         DTRAIN__TRY(dtrain__pass_end(trainer->tape));
         const double weight =
             micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
-        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the loss set one for this batch */
+        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* undo the weight that the loss set */
         if (trainer->loss_counts) {
             own[DTRAIN__ROUND_LOSS] =
                 dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
@@ -183,7 +183,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     }
     dtrain__expect_evaluation(trainer->desc.strategy, false);
     trainer->words[trainer->rank][DTRAIN__WORD_ENDED] = (float)(ended / (double)rounds);
-    DTRAIN__TRY(dtrain__words_gather(trainer)); /* the other words are the last step's */
+    DTRAIN__TRY(dtrain__words_gather(trainer)); /* for check_data; other words are old */
     const double total = sums[DTRAIN__ROUND_WEIGHT];
     *loss = total > 0 ? sums[DTRAIN__ROUND_LOSS] / total : sums[DTRAIN__ROUND_LOSS];
     if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* samples are missing */

@@ -5,12 +5,12 @@
 full=${DTRAIN_TEST_FULL:-0}
 head -c 60000 dtrain.h >"$tmp/data"
 gpt="$build/train_gpt --data $tmp/data --layers 4 --heads 4 --channels 32 --seq 16 --vocab 256 --timeout 20 --threads 1 --eval-batches 0 --sample 0
-    --optimizer sgd --lr 0.3 --warmup 1 --schedule constant"
+    --optimizer sgd --lr 0.1 --warmup 1 --schedule constant"
 hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$1" | tail -n 1; }
 # losses FILE...: of each step the one that was logged last, in order
 losses() { cat "$@" 2>/dev/null | sed -n 's/^{"step": \([0-9]*\),.*"loss": \([^,]*\),.*/\1 \2/p' | awk '{ last[$1] = $2 } END { for (i = 1; i in last; i++) print last[i] }'; }
-# near STEPS: the losses of $tmp/same equal $tmp/plain's to rounding. Under SGD that stays near 3e-6 in 120 steps; AdamW divides
-# by moments that may be as small as rounding, so there it grows to 1e-2
+# near STEPS: the losses of $tmp/same equal $tmp/plain's to rounding. With SGD and this learning rate they stay within 1e-6 for
+# 120 steps on any text (three times the rate: up to 3e-5); AdamW divides by moments as small as rounding: up to 1e-2
 near() {
     paste "$tmp/plain" "$tmp/same" | awk -v steps="$1" 'NF != 2 { bad = 1 } { d = $1 - $2; if (d < 0) d = -d; if (!(d <= 0.00003)) bad = 1; if (NR == 1) first = $1; last = $1 }
         END { exit bad || NR != steps || !(first - last > 0.5) }'

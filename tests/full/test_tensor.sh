@@ -43,7 +43,7 @@ as padded --ranks 2 --tensor 2 --batch 8 --vocab 300 --sequence-parallel
 # ---- records, traces ----
 $gpt --ranks 4 --tensor 2 --batch 4 --sample 0 --log "$tmp/log" --prometheus "$tmp/run.prom" --trace "$tmp/t.json" >"$tmp/out" 2>&1
 grep -q '^mesh    tensor 2 x data 2' "$tmp/out" && grep -q '^  tensor axis  *[0-9.]* MiB' "$tmp/out" && grep -q '"ranks": 4' "$tmp/log" &&
-    grep -q '"tensor_bytes": [1-9].*"tensor_exposed_ms": [0-9]' "$tmp/log" && grep -q '^dtrain_tensor_bytes{' "$tmp/run.prom"
+    grep -q '"tensor_exposed_ms": [0-9].*"tensor_bytes": [1-9]' "$tmp/log" && grep -q '^dtrain_tensor_bytes{' "$tmp/run.prom"
 result "summary, log and metrics have the axis" $? "$tmp/out"
 [ "$(sed -n 's/.*"tokens": \([0-9]*\),.*/\1/p' "$tmp/log" | head -n 1)" = $((8 * 16)) ]
 result "tokens are those of two replicas" $? "$tmp/log"
