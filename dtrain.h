@@ -1,4 +1,4 @@
-/* dtrain.h: distributed deep-learning training for C. Version 0.2.0, MIT license (file LICENSE).
+/* dtrain.h: distributed deep-learning training for C. MIT license (file LICENSE).
 
    Do this in ONE C or C++ file, before any other include:
 
@@ -174,6 +174,7 @@
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
        src/strategy/samples.c               Samples: the weight of a loss
        src/strategy/samples_internal.h      The weights of losses, which tape and trainer give to a strategy (strategy/samples.c)
+       src/optim/recorded.c                 What a recorded step (train/queued_step.c) asks of an optimizer
        src/optim/muon.c                     Muon
        src/parallel/schedule.c              Making a schedule
        src/parallel/schedule_internal.h     Functions of a schedule that the runner and the tape use
@@ -12551,9 +12552,6 @@ DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
 /* True if two parts have the same runs of axes of the same length. */
 DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);
-/* Write the runs of a part, "0-5 and 12-17 of 24", to the caller's text. */
-#define DTRAIN__SHARE_TEXT 224 /* 4 runs of two numbers of 19 digits fit */
-DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text);
 
 /* ==== src/parallel/mesh_internal.h ============================================================ */
 
@@ -12869,19 +12867,6 @@ DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__sh
     return a->whole == b->whole && a->runs == b->runs &&
            memcmp(a->first, b->first, sizeof a->first) == 0 &&
            memcmp(a->length, b->length, sizeof a->length) == 0;
-}
-
-DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text)
-{
-    size_t used = 0;
-    for (uint32_t i = 0; i < part->runs; i++)
-        used += (size_t)snprintf(text + used, DTRAIN__SHARE_TEXT - used, "%s%lld-%lld",
-                                 i ? " and " : "", (long long)part->first[i],
-                                 (long long)(part->first[i] + part->length[i] - 1));
-    if (part->axis < 0)
-        snprintf(text, DTRAIN__SHARE_TEXT, "all of %lld", (long long)part->shape[0]);
-    else snprintf(text + used, DTRAIN__SHARE_TEXT - used, " of %lld", (long long)part->whole);
-    return text;
 }
 
 /* ==== src/parallel/chunks.c =================================================================== */
@@ -13475,9 +13460,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__counts_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__counts_end(dtrain_strategy *strategy);
 
 /* strategy/units.c */
-DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__walks_units(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
-DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__evict_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u);
 DTRAIN__PRIVATE dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit);
@@ -14486,7 +14471,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * DDP is the worked example. Its numbers are those of the sections below.
+ * The example is DDP. The numbers 1 to 4 are those of the sections below.
  *
  *       the tape or the host        on this rank                           among the ranks
  *
@@ -14504,20 +14489,20 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
  *       clipping, optimizer         on shards of dtrain_strategy_shards
  *     4 dtrain_strategy_publish     DDP: nothing to do                     all-gather of shards
  *
- * A bucket goes through the list of steps that it got at create (steps.c). DDP has one step,
- * ALL_REDUCE. Kinds that shard have REDUCE_SCATTER and KEEP. These three stand at the end of this
- * file. Steps of other features stand in separate files; this file names none of them. units.c
- * gathers and releases sharded values.
+ * A bucket goes through its list of steps, made at create (steps.c); a step of the training is
+ * called training step. DDP has one step, ALL_REDUCE. Most kinds that shard have REDUCE_SCATTER and
+ * KEEP. These three stand at the end of this file, steps of other features in separate files.
+ * units.c gathers and releases sharded values.
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
  * 0, 1, 2, ..., whatever the order in which it calls ready, and starting a collective never waits.
- * A bucket that is complete early waits for the buckets before it. A second step starts when the
- * first is done, which happens at different moments on different ranks. So each step has a separate
- * communicator, and all buckets use that communicator in their order.
+ * A bucket is complete when all its gradients are marked; it waits for the buckets before it. A
+ * second step starts when the first is done, at different moments on different ranks. So each step
+ * that has collectives has a separate communicator, and all buckets use it in bucket order.
  *
- * Why bits do not depend on kind, overlap, bucket size or copying: each element is the sum over the
- * ranks, in rank order, times 1/N, in whichever buffer it is. (HYBRID_SHARD and hierarchical sum
- * over the ranks of a node first: another order, and other bits.) */
+ * Why bits do not depend on kind, overlap, bucket size or copying of gradients into buckets: each
+ * element is the sum over the ranks, in rank order, times 1/N. (Other orders and bits: HYBRID_SHARD
+ * and hierarchical, node by node; sharded gradients, ranks before micro-batches.) */
 
 /* ==== src/strategy/steps_internal.h =========================================================== */
 
@@ -14574,10 +14559,10 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy);
 
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* Prepare the next backward, or (step_done) the next step. `pending` of a gradient or bucket counts
- * the calls of ready that are still to come; dtrain__mark decrements it. grad_written tells the
- * next backward to add to a gradient instead of overwriting it. It is cleared after every backward
- * if the reduced shard has separate memory; for whole gradients it is cleared after the step. */
+/* Prepare the next backward or, with step_done, the next training step. `pending` of an entry or
+ * bucket counts the calls of ready that are still to come; dtrain__mark decrements it. grad_written
+ * tells the next backward to add to a gradient instead of overwriting it. It is cleared after every
+ * backward if the bucket has shards_grads, otherwise after the training step. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14606,15 +14591,15 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* True if a bucket is reduced in this backward. Whole gradients add up on each rank until the last
- * micro-batch of a step. If a rank keeps only a shard, they are reduced every time. */
+/* True if a bucket is reduced in this backward: one with shards_grads in every backward, whole
+ * gradients in the last of a training step; until then they add up on each rank. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from the host's array, of any type, into its bucket, or back. A gradient whose
- * array is the bucket itself stays there. */
+/* Copy a gradient from the program's array, of any type, into its bucket or, with `back`, out of
+ * it. Nothing is copied if the array is the gradient's place in the bucket. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -14628,8 +14613,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     return dtrain__convert(strategy, storage->count, array, storage->dtype, inside, dtype);
 }
 
-/* Count a final gradient, in constant time. It moves into its bucket when the last alias that
- * shares it is marked. Then launch every bucket that is complete. */
+/* Count a mark. The last mark of a shared gradient moves it into its bucket, if that is reduced in
+ * this backward. Launch complete buckets, unless finish or the walk back does so (units.c). */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14641,13 +14626,13 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     bucket->pending--;
     if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
-    if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
+    if (!strategy->desc.no_overlap && !dtrain__walks_units(strategy))
         DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->untied));
     return dtrain__progress(strategy);
 }
 
-/* Refuse a second mark in one backward, and a mark while the gradient has no memory. A gradient of
- * a sharded unit has memory from the gather of its unit to the gather of the next unit. */
+/* Refuse to mark what is frozen, is on another rank's stage, is marked already, or has no memory: a
+ * sharded gradient has it from its unit's gather for backward to the next unit's. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
 {
     const dtrain__entry *entry = &strategy->layout.entries[index];
@@ -14667,8 +14652,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
                        index, dtrain__short(strategy->params[index].name), why);
 }
 
-/* Mark a gradient. The tape sets grad_written at its first write; a host with its own backward
- * leaves that to this function. */
+/* Mark a gradient. The tape sets grad_written at its first write; for a program with its own
+ * backward this function does. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     const char *const call = "dtrain_strategy_ready";
@@ -14707,7 +14692,7 @@ static bool dtrain__has_next(const dtrain_strategy *strategy, const dtrain__buck
     return false;
 }
 
-/* Begin steps until one has started collectives. */
+/* Begin steps until one has started collectives; after the last step the bucket is reduced. */
 static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     while (bucket->step < dtrain__step_count(strategy, bucket)) {
@@ -14731,8 +14716,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain_
 }
 
 /* Launch buckets below `end` in their order, up to the first that is not complete. In lockstep
- * (strategy_internal.h) first move each bucket under way one step further. A bucket at its last
- * collective is left out: backward would wait for it. */
+ * (NCCL) first wait for each bucket under way, and begin its next collective. A bucket at its last
+ * collective is left out: backward would wait for it and could start nothing. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -14750,9 +14735,9 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
     return DTRAIN_OK;
 }
 
-/* Take every bucket under way as far as it can go without waiting. There is no progress thread:
- * collectives move only in calls of this function, one at every ready. A bucket begins a step only
- * after all earlier buckets have begun it. */
+/* Take every bucket under way as far as it can go without waiting; in lockstep do nothing. There is
+ * no progress thread, so every ready calls this. A bucket begins a step only after all earlier
+ * buckets have begun it. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
     uint32_t slowest = DTRAIN__REDUCED; /* smallest step of the buckets so far */
@@ -14767,13 +14752,13 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
         }
         if (bucket->step < slowest) slowest = bucket->step;
         if (b == strategy->oldest && bucket->step == DTRAIN__REDUCED) strategy->oldest++;
-        if (!done && bucket->steps->collectives == 1) break; /* later buckets end later */
+        if (!done && bucket->steps->collectives == 1) break; /* later ones are not done either */
     }
     return DTRAIN_OK;
 }
 
-/* Wait until all buckets below `end` are reduced. Take one bucket after another while later buckets
- * continue; in lockstep take all of them one step at a time. */
+/* Wait until all buckets below `end`, which must be launched, are reduced: wait for the oldest
+ * while dtrain__progress moves the others; in lockstep wait for one step of each, in turns. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     dtrain__bucket *buckets = strategy->layout.buckets;
@@ -14791,17 +14776,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Finish --------------------------------------------------------------------------------*/
 
-/* Complete and launch the buckets below `end`, one at a time. Two buckets can share a buffer, which
- * may be zeroed for the second bucket only after the first is launched. A gradient that was not
- * marked keeps the value of an earlier micro-batch or another alias, or becomes zero. */
+/* Complete and launch the buckets below `end`. A gradient that was not marked keeps the value of an
+ * earlier micro-batch or of a marked alias, or becomes zero. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     dtrain__layout *layout = &strategy->layout;
     while (strategy->launched < end) {
         dtrain__bucket *bucket = &layout->buckets[strategy->launched];
-        const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+        const bool incomplete = bucket->pending && dtrain__travels(strategy, bucket);
         bucket->pending = 0;
-        for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+        for (uint32_t i = bucket->first_param; incomplete && i <= bucket->last_param; i++) {
             const dtrain__entry *entry = &layout->entries[i];
             const dtrain_param *p = &strategy->params[i];
             const size_t bytes = (size_t)dtrain__words(layout, p->count) * sizeof(float);
@@ -14816,10 +14800,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of calls matters: a step that fails for a missing gradient makes the
- * same collectives as a step that succeeds, so that all ranks begin the next step at the same
- * place. Wait for units that were fetched ahead: their collectives read shards that the update
- * overwrites. */
+/* End a backward. A missing gradient changes no collective, so all ranks continue at the same
+ * collective; its error is *missing. At last wait for units that were fetched ahead: their
+ * collectives read shards that the update overwrites. */
 static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_result *missing)
 {
     const size_t all = strategy->layout.bucket_count;
@@ -14834,7 +14817,7 @@ static dtrain_result dtrain__end_backward(dtrain_strategy *strategy, dtrain_resu
     DTRAIN__TRY(dtrain__settle_steps(strategy, true));
     if (!last) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__counts_end(strategy));
-    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole gradients: to the host's arrays */
+    for (size_t i = 0; i < strategy->shard_count; i++) { /* whole: copy to the program's arrays */
         const dtrain_param *p = strategy->shards[i].param;
         if (!dtrain__shard_bucket(&strategy->layout, p->state.index))
             DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
@@ -14863,14 +14846,14 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 /* ---- 4. Publish -------------------------------------------------------------------------------*/
 
 /* Publish updated values. Kinds that keep whole values but update shards (ZERO1, SHARD_GRAD_OP)
- * gather them. Kinds that keep sharded values evict the old values from their slots, and the next
- * gather brings the new ones. Then copy whole values to the host's arrays, of any type. */
+ * gather the shards. Kinds that keep sharded values evict the old values from their slots, and the
+ * next gather brings the new ones. Then copy whole values to the program's arrays, of any type. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     const dtrain__classes *shards = &strategy->layout.shards;
     dtrain_result result = DTRAIN_OK;
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    if (shards->params) result = dtrain__forget_units(strategy);
+    if (shards->params) result = dtrain__evict_units(strategy);
     else if (shards->state) result = dtrain__gather_shards(strategy);
     if (result == DTRAIN_OK) result = dtrain__copy_host_values(strategy, true);
     return dtrain__strategy_keep(strategy, result);
@@ -14878,8 +14861,8 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* ---- The step of DDP --------------------------------------------------------------------------*/
 
-/* ALL_REDUCE: replace the gradients of a bucket by their mean; with several nodes, those of this
- * rank's slice. The gradients travel, or their rounded copy (wire.c). */
+/* ALL_REDUCE: replace the gradients of a bucket by their mean; if hierarchical, this rank's slice
+ * by its sum over nodes (steps->op). The gradients are sent, or their rounded copy (wire.c). */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
@@ -14898,7 +14881,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy
  * or of a shard in host memory, is received in this rank's part of the buffer that holds the
  * gradients. From there it is added to the shard, or copied (offload.c). */
 
-/* Return the address where the fp32 result of this backward is received. */
+/* Return the address where this backward's result is received or widened to (wire.c). */
 DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
                                              const dtrain__bucket *bucket)
 {
@@ -14907,7 +14890,7 @@ DTRAIN__PRIVATE float *dtrain__reduce_result(const dtrain_strategy *strategy,
     return bucket->grad_shard;
 }
 
-/* REDUCE_SCATTER: each rank receives the mean of its shard. */
+/* REDUCE_SCATTER: each rank receives its shard of the mean, or of the sum (steps->op). */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
                                                            dtrain__bucket *bucket)
 {
@@ -15269,15 +15252,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  * If a kind shards values, the values of a unit are in one of four states:
  *
  *              gather of this unit or        collectives            gather
- *              of the unit before it         are done
+ *              one before it in the pass     are done
  *     ABSENT --------------------> GATHERING ---------> GATHERED -----------> SHOWN
  *       ^                              |                 |    ^   release       |
  *       |                              |                 |    '-----------------'
  *       '------------------------------'-----------------'----------------------'
  *                       another unit takes the slot, or publish: values are out of date
  *
- * dtrain_param.value points to the values of a unit only while the unit is SHOWN. The values are in
- * one of two slots. The pass uses one slot while the other is filled (G: GATHERING, S: SHOWN):
+ * dtrain_param.value points to a unit's values only while it is SHOWN. A unit without own_memory
+ * uses one of two slots, while the other is filled (G: GATHERING, S: SHOWN, dots: the values stay):
  *
  *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
  *     slot 0     [ 0 S     ] [ 2 G     ] [ 2 S     ] . . . . . .|. . . . .  [ 2 S    ] [ 0 G    ]
@@ -15286,9 +15269,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  * Unit u uses slot u % 2 (dtrain__lay_values). So its addresses are the same at every gather, and
  * addresses that the tape has recorded stay valid. Memory is constant: two units, however deep the
  * model. A unit that is still in its slot is not gathered again (units 3 and 2 at the turn above).
- * A slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into the
- * slot of unit u - 1. On a device with streams, a collective starts after the kernels queued before
- * it.
+ * Filling a slot overwrites no values in use: a unit is gathered after the release of the one
+ * before it in the pass, and only that one's slot is filled ahead. On a device with streams, a
+ * collective starts after the kernels queued before it.
  *
  * The backward of a unit writes its gradients into one of two alternating buffers. They are reduced
  * when backward comes to the next unit:
@@ -15296,7 +15279,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  *     backward       unit 3        unit 2          unit 1        unit 0          finish
  *     buffer 1       [ 3 written ] [ 3 reduced   ] [ 1 written ] [ 1 reduced   ]
  *     buffer 0                     [ 2 written   ] [ 2 reduced ] [ 0 written   ] [ 0 reduced ]
- *     shards                                       3             2               1, 0
+ *     shards ready                                 3             2               1, 0
  *
  * All ranks must start the same collectives in the same order. If a rank started the collective of
  * another unit of the same size, it would receive the wrong numbers without any error. In forward
@@ -15309,16 +15292,16 @@ static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket 
 
 /* ---- Gather and release -----------------------------------------------------------------------*/
 
-/* True if the kind walks units: it shards gradients or values (not DDP, not ZERO1). Then a unit's
- * gradients are launched when backward comes to the next unit, and gradients without a unit in
- * finish. If a rank launched a bucket as soon as it was complete, it would start another order of
- * collectives than a rank that lacks a gradient of the bucket. */
-DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
+/* True if backward walks down unit by unit, because gradients or values are sharded (not DDP, not
+ * ZERO1). Then a unit's bucket is launched when backward comes to the next unit, buckets without a
+ * unit in finish. If each were launched as soon as it is complete, the order of collectives would
+ * differ on a rank that lacks a gradient. */
+DTRAIN__PRIVATE bool dtrain__walks_units(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Find the index of a unit. It begins at the last unit gathered: constant time in a pass. */
+/* Find the index of a unit; search from the one before the last gathered (DDP, ZERO1: from 0). */
 static dtrain_result dtrain__find_unit(const dtrain_strategy *strategy, const char *call,
                                        uint32_t id, uint32_t *at)
 {
@@ -15333,8 +15316,8 @@ static dtrain_result dtrain__find_unit(const dtrain_strategy *strategy, const ch
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
 }
 
-/* Gather unit number `at`, and fetch unit `next`, which the pass needs next. The unit of shared
- * parameters stays gathered until publish. */
+/* Gather unit number `at`, and the parameters that several units use, which stay until publish.
+ * Start to gather unit `next`, if there is one. */
 static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -15363,17 +15346,17 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
             backward ? "call dtrain_strategy_finish between two"
                      : "to make activations of more than two units again, gather the last "
                        "of them for backward before");
-    if (backward || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
+    if (backward || at <= due || !dtrain__walks_units(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "dtrain_strategy_gather: unit %u is not due; due is unit %u%s. Forward "
                        "gathers units in the order in which their first parameters are registered",
                        id, units[due].id, due ? "" : ", the first");
 }
 
-/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. A
- * forward is a recomputation if a backward is under way. It is one too if it returns to an earlier
- * unit than the last, but not to the first: then this rank's backward has stepped over all
- * units. */
+/* Gather a unit for a pass and show it. A forward recomputes activations if a backward is under
+ * way, or if the unit comes before the last gathered unit and is not unit 0: then backward has
+ * stepped over all units so far. It first walks back, unless the last unit of the recomputation has
+ * been gathered for backward (`entered`). */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     if (backward) {
@@ -15402,7 +15385,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                            (int)pass);
     const bool backward = pass == DTRAIN_PASS_BACKWARD;
     DTRAIN__TRY(dtrain__check_order(strategy, at, unit, backward));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (!dtrain__walks_units(strategy)) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, backward));
 }
 
@@ -15418,13 +15401,13 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 
 /* ---- The walk back
  *
- * A forward inside a backward (activation checkpointing) does not say at which unit it will end,
- * and a rank that has stepped over units does not know how far other ranks have come. So every rank
- * walks back to the unit after the first unit of this forward: both units then fit into their
- * slots. Before a forward of more than two units, its last unit must be gathered for backward. */
+ * A walk back goes down through units, and starts the same collectives on all ranks. A forward in
+ * a backward (activation checkpointing) does not say where it will end, and no rank knows how far
+ * others have come. So each walks back to the unit after the first of this forward: both units fit
+ * into their slots. If it has more, its last must be gathered for backward before. */
 
-/* Give a unit its alternating buffer. First wait until the gradients of the unit that used the
- * buffer, two units later in the model, are reduced. A unit without gradients needs no buffer. */
+/* Give a unit its alternating buffer. First wait until the last bucket in the buffer has done the
+ * steps that use it (dtrain__buffer_steps). A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -15445,20 +15428,20 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 }
 
 /* Walk backward down to unit `to`. For each unit on the way every rank starts the same collectives,
- * whatever gradients it has: it reduces the gradients of later units, gathers the values of this
- * unit and fetches those of the next. So a rank may step over units or end early: its next gather,
- * or finish, walks them. Recomputation may have evicted the current unit of backward; all ranks
- * evict alike, so all gather it again. */
+ * whatever gradients it has: it launches the bucket of the unit above, gathers the values of this
+ * unit and starts to gather the unit below. So a rank may step over units or end early: its next
+ * gather, or finish, makes up for them. Recomputation may have evicted the unit that backward has
+ * reached; all ranks evict alike, so all gather it again. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     const dtrain__layout *layout = &strategy->layout;
     uint32_t at = strategy->backward;
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (!dtrain__walks_units(strategy)) return DTRAIN_OK;
     if (at == DTRAIN__NONE) at = (uint32_t)layout->unit_count;
     else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
     strategy->entered = false;
     while (at > to) {
-        size_t over = strategy->launched; /* end of the buckets whose units are done */
+        size_t over = strategy->launched; /* end of buckets of units >= `at`, which come first */
         while (over < layout->bucket_count && layout->buckets[over].unit != DTRAIN__NONE &&
                layout->buckets[over].unit >= at)
             over++;
@@ -15481,7 +15464,7 @@ DTRAIN__PRIVATE dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t 
 }
 
 /* GATHERING -> GATHERED: wait for the collectives, and convert. Values that travelled rounded
- * become fp32. Then fp32 values become values in the host's type, unless they travelled in it. */
+ * become fp32, and then values in the program's type, unless they travelled in it. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -15527,7 +15510,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtra
     return DTRAIN_OK;
 }
 
-/* Free the slot of a unit, if it has one: evict the unit that is in it. */
+/* Give a unit its slot, if it uses one: evict the unit that is in it. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_slot(dtrain_strategy *strategy,
                                                  const dtrain__unit *unit)
 {
@@ -15567,7 +15550,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 }
 
 /* Evict all units: their shards have been updated. */
-DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__evict_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++)
         DTRAIN__TRY(dtrain__unit_evict(strategy, dtrain__unit_at(strategy, u)));
@@ -15577,17 +15560,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Return the whole values of a bucket as dtype. */
+/* Return the memory of a bucket's whole values: rounded to dtype, or (F32) not rounded. */
 static char *dtrain__whole_values(const dtrain__bucket *bucket, dtrain_dtype dtype)
 {
     return dtype != DTRAIN_DTYPE_F32 ? (char *)bucket->low_values : (char *)bucket->values;
 }
 
-/* Start to gather a bucket's values as dtype. With several nodes that takes two collectives. This
- * one gathers this rank's slice from the other nodes; dtrain__gather_inside gathers the slices
- * inside the node. A shard is rounded at every gather: to keep a rounded copy beside the master
- * would save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes
- * per element. */
+/* Start to gather a bucket's values as dtype. On hierarchical nodes that takes two collectives:
+ * this function gathers this rank's slice from the other nodes, dtrain__gather_inside the slices
+ * inside the node. A shard is rounded at every gather: a rounded copy beside the fp32 shard would
+ * save 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6 million parameters), and cost 2 bytes per
+ * element. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket, dtrain_dtype dtype)
 {
@@ -15614,7 +15597,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_start(dtrain_strategy *strategy,
         (size_t)dtrain__elements(layout, bucket->shard_count), wire, bucket->gathers);
 }
 
-/* With several nodes, wait for the first collective and start the second one. */
+/* On hierarchical nodes, wait for the first collective and start the second one. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
                                                     dtrain__bucket *bucket, dtrain_dtype dtype)
 {
@@ -18625,12 +18608,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                                                      const char *call, const char *what);
 
 /* optim/optimizer.c */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
-                                                             float lr);
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
+                                                          uint64_t updates, float lr,
+                                                          float grad_scale);
+DTRAIN__PRIVATE const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars);
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer);
+
+/* optim/recorded.c */
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr);
 DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
 
 /* optim/groups.c */
@@ -18803,8 +18792,9 @@ static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 }
 
 /* Compute the numbers of a step for tensors of a group that have had `updates`. */
-static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
-                                                 uint64_t updates, float lr, float grad_scale)
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
+                                                          uint64_t updates, float lr,
+                                                          float grad_scale)
 {
     const uint64_t step = updates + 1;
     /* steps that the second moments average over */
@@ -18967,7 +18957,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 /* ---- A step -----------------------------------------------------------------------------------*/
 
 /* Return the group whose bias corrections a recorded step uses: the first of AdamW. */
-static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
+DTRAIN__PRIVATE const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
 {
     for (size_t g = 0; g < optimizer->group_count; g++)
         if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
@@ -19020,35 +19010,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     }
     dtrain__span_end(world, span);
     return result;
-}
-
-/* ---- A recorded step --------------------------------------------------------------------------*/
-
-/* Compute the numbers of the next step, for kernels that read them from device memory: one set for
- * all groups, which multiply the rate by their lr_scale. */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
-                                                             float lr)
-{
-    const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
-    dtrain_step_scalars scalars = dtrain__group_scalars(desc, optimizer->step_count, lr, 1);
-    scalars.lr = lr;
-    return scalars;
-}
-
-/* Return what an optimizer lacks for its step to be recorded; NULL: nothing. */
-DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer)
-{
-    const dtrain_optimizer_desc *one = &dtrain__corrected_group(optimizer)->desc;
-    for (size_t g = 0; g < optimizer->group_count; g++) {
-        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
-        if (desc->variance_steps)
-            return "an optimizer without variance_steps: what is recorded would never stop";
-        if (desc->kind == DTRAIN_OPTIMIZER_ADAMW &&
-            (desc->beta1 != one->beta1 || desc->beta2 != one->beta2))
-            return "groups of AdamW with the same beta1 and beta2: one set of corrections changes "
-                   "from step to step";
-    }
-    return NULL;
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
@@ -21535,8 +21496,8 @@ DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *
 
 /* Saving
  *
- *     plan        assign each piece that this rank writes a place in one of two files: values, and
- *                 all else. This happens once, when the directory is opened
+ *     plan        assign each piece of a tensor that this rank writes a place in one of two files:
+ *                 values, and all else. This happens once, when the directory is opened
  *     snapshot    copy the pieces to host memory, if a thread writes in the background
  *     write       write both files, block by block. The header comes last, because it has the
  *                 checksums of the blocks. A rename marks the file as whole and on the disk
@@ -21550,7 +21511,7 @@ DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *
  *     thread of a rank                                  | write |
  *     thread of rank 0                                  | write | publish |
  *
- * Otherwise one call does all steps in this order. The thread must not call a collective: its place
+ * Otherwise one call does snapshot to settle. The thread must not call a collective: its place
  * among the collectives of training would differ from rank to rank. Therefore the thread of rank 0
  * polls the shared directory for the files of the other ranks. If a rank has failed to write, rank
  * 0 learns of it when it settles, and tells its thread to stop polling. */
@@ -21558,7 +21519,7 @@ DTRAIN__PRIVATE const dtrain__held *dtrain__pieces_find(const dtrain__manifest *
 #define DTRAIN__POLL_MS 10     /* interval of polls for a file of another rank */
 #define DTRAIN__SHARED_MS 5000 /* longest delay until one host sees the file of another host */
 
-/* Keep a result and the last error. */
+/* Return a result together with the sentence of the last error. */
 DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
 {
     dtrain__outcome outcome;
@@ -21592,9 +21553,9 @@ static int dtrain__file_order(const void *left, const void *right)
     return files ? files : widths ? widths : dtrain__held_order(left, right);
 }
 
-/* Place the pieces that this rank writes in its two files, and allocate checksums and either the
- * snapshot or the bounce buffer. A piece without elements is not written, but a tensor without
- * elements gets its entry. */
+/* Place the pieces that this rank writes in its two files, and allocate checksums and, if needed,
+ * the snapshot or the bounce buffer. A piece without elements is left out, unless the whole tensor
+ * has none: then the header lists it. */
 static dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
@@ -21698,8 +21659,8 @@ static dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 
 /* ---- The directory ----------------------------------------------------------------------------*/
 
-/* On rank 0, set aside the checkpoints that the state does not continue: those of steps later than
- * `next` or than the step at which the state was loaded or saved, and all those of another run. */
+/* On rank 0, set aside the checkpoints of steps later than `next`, the step to save, or than the
+ * step that the state was loaded from or saved as; if they are of another run, all of them. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
@@ -21714,8 +21675,8 @@ static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
     return DTRAIN_OK;
 }
 
-/* On rank 0, check that the checkpoints in the directory belong to the run of the state. A new run
- * is named by the number of its job. */
+/* On rank 0, check that the directory is empty or has a checkpoint of the state's run; or, with
+ * set_aside, move the others away. A new run takes the number of its job as its own. */
 static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
 {
     dtrain_state *state = c->desc.state;
@@ -21742,9 +21703,9 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* On rank 0, make the directory, lock it, and remove what a crash has left. Each directory that is
- * made is synced to its parent: otherwise a loss of power could take the whole directory with its
- * checkpoints. */
+/* On rank 0, make the directory, lock it, remove what a crash has left, and check its history.
+ * After a directory is made, its parent is synced: otherwise a loss of power could take the
+ * directory with all checkpoints. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -22002,10 +21963,10 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
     return dtrain__save_count(c, result, last);
 }
 
-/* Begin a save. Every rank takes its snapshot, the only part of a save in the background for which
- * training waits. Rank 0 writes the beginning of the manifest and makes the directory step-N.tmp.
- * If the user has removed the run's directory, rank 0 makes and locks it again, because the lock it
- * holds went with the old one. Otherwise it removes what a failed save has left. */
+/* Begin a save. Every rank takes its snapshot, if a thread will write. Rank 0 begins the manifest,
+ * sets later checkpoints aside and makes the directory step-N.tmp. If the user has removed the
+ * run's directory, the lock is gone with it: rank 0 makes and locks the directory again. Otherwise
+ * rank 0 removes what a failed save has left. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
@@ -23556,7 +23517,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
 
 /* Manifests: the index of a checkpoint, as JSON
  *
- *     {"format": "dtrain checkpoint", "version": 3, "library": "0.2.0", "step": 1000, "ranks": 2,
+ *     {"format": "dtrain checkpoint", "version": 3, "library": "1.2.3", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "config": "...",
  *      "model": {"heads": "4", ...},
@@ -24560,6 +24521,37 @@ DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy)
     strategy->join_loss = dtrain__join_loss;
 }
 
+/* ==== src/optim/recorded.c ==================================================================== */
+
+/* What a recorded step (train/queued_step.c) asks of an optimizer */
+
+/* Compute the numbers of the next step, for kernels that read them from device memory: one set for
+ * all groups, which multiply the rate by their lr_scale. */
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr)
+{
+    const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
+    dtrain_step_scalars scalars = dtrain__group_scalars(desc, optimizer->step_count, lr, 1);
+    scalars.lr = lr;
+    return scalars;
+}
+
+/* Return what an optimizer lacks for its step to be recorded; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer)
+{
+    const dtrain_optimizer_desc *one = &dtrain__corrected_group(optimizer)->desc;
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
+        if (desc->variance_steps)
+            return "an optimizer without variance_steps: what is recorded would never stop";
+        if (desc->kind == DTRAIN_OPTIMIZER_ADAMW &&
+            (desc->beta1 != one->beta1 || desc->beta2 != one->beta2))
+            return "groups of AdamW with the same beta1 and beta2: one set of corrections changes "
+                   "from step to step";
+    }
+    return NULL;
+}
+
 /* ==== src/optim/muon.c ======================================================================== */
 
 /* Muon
@@ -24999,23 +24991,23 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
  *
  * A rank works through its list of actions. Messages are asynchronous: RECEIVE starts a receive and
  * returns, and the action that needs the message waits for it. An action that would overwrite
- * memory that is still being sent waits for the send:
+ * memory that is still being sent waits for the send (the numbers are micro-batches):
  *
  *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 SEND_GRADIENT 1 . . . SEND_GRADIENT 4
  *     starts            waits      starts         waits for  starts                waits for
- *     (waits for the last receive                 SEND 1                           SEND_GRADIENT 1
+ *     (waits for the one before                   SEND 1                           SEND_GRADIENT 1
  *     of this inbox)                                                               (the same slot)
  *
- * SEND can read the pass's inbox, if the stage only passes a tensor on. BACKWARD frees the inbox. A
- * received gradient proves that the next stage has taken the tensor; but there may be no gradient,
- * so BACKWARD waits for SEND.
+ * SEND can read the pass's inbox, if the stage only passes a tensor on. The pass's last action,
+ * which is BACKWARD or WEIGHT, frees the inbox. A received gradient proves that the next stage has
+ * taken the tensor; but there may be no gradient, so BACKWARD waits for SEND.
  *
- * A gradient to send has separate memory for each slot: the peer receives it after its current
- * computation, perhaps after the next BACKWARD in this slot. Only the next SEND_GRADIENT of the
- * slot waits for it.
+ * A gradient to send has separate memory for each slot: the peer may compute for so long that this
+ * rank's next BACKWARD in the slot comes before the peer receives. Only the slot's next
+ * SEND_GRADIENT waits for the send.
  *
- * So a table holds the works of each slot and of each inbox: two receives and two sends, of several
- * parts each. The first run allocates the table and keeps it in the schedule. */
+ * So a table holds the works (handles) of each slot (SEND, SEND_GRADIENT, RECEIVE_GRADIENT) and of
+ * each inbox (RECEIVE). A rank's first run allocates its table and keeps it in the schedule. */
 
 #define DTRAIN__PARTS_MOST 16 /* most parts of a message */
 
@@ -25029,11 +25021,11 @@ typedef struct dtrain__runner {
     dtrain_comm *comm;
     const dtrain_pipeline_work *work;
     int rank;
-    dtrain__message *messages; /* (count) four for each number of a slot or inbox */
+    dtrain__message *messages; /* (count) four for each n: for slot n and inbox n together */
     size_t count;
 } dtrain__runner;
 
-/* Return the last message of kind `act` that was started with an action's slot or inbox. */
+/* Return the table's message of kind `act` for an action's slot or inbox. */
 static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
                                            const dtrain_pipeline_action *action)
 {
@@ -25041,7 +25033,7 @@ static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t a
     return &run->messages[4 * (size_t)place + act - DTRAIN_PIPELINE_ACT_SEND];
 }
 
-/* Wait for all parts of a message, which frees them, also after an error. Return that error. */
+/* Wait for all parts of a message, to free their works. Return the first error. */
 static dtrain_result dtrain__message_wait(dtrain__message *message)
 {
     dtrain_result first = DTRAIN_OK;
@@ -25059,7 +25051,7 @@ static dtrain_result dtrain__run_wait(const dtrain__runner *run, uint32_t act,
     return dtrain__message_wait(dtrain__message_of(run, act, action));
 }
 
-/* Start the parts of a message. */
+/* Start the parts of a message, after waiting for the one before in its slot or inbox. */
 static dtrain_result dtrain__message_start(const dtrain__runner *run,
                                            const dtrain_pipeline_action *action)
 {
@@ -25082,12 +25074,12 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
         message->count = i + 1;
     }
     if (!run->comm->ops->launch_ordered || !message->count) return DTRAIN_OK;
-    bool done; /* NCCL's communicator would hold messages back until one is waited for */
+    bool done; /* NCCL's communicator holds messages back until a test, a wait or a collective */
     return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
-/* Compute, after waiting for what the computation reads and overwrites. Record a span: a trace then
- * shows passes as a drawing of the schedule does. */
+/* Compute, after waiting for what the computation reads and overwrites. A span makes the pass
+ * visible in a trace, which then looks like the drawing of a schedule. */
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
@@ -25127,9 +25119,9 @@ static dtrain_result dtrain__run_place(const dtrain__runner *run,
                        dtrain__bare(dtrain_last_error()));
 }
 
-/* Fail on all ranks, and free the works under way. An error that the communicator already has
- * stands instead of this rank's: the error of another rank, or of a rank that was late or has died.
- * Add this rank's place to that error too. */
+/* Fail on all ranks, and free the works under way. If the communicator has failed before (an error
+ * of another rank, or a rank that was late or has died), return its error instead of this rank's,
+ * with this rank's place added. */
 static dtrain_result dtrain__run_fail(const dtrain__runner *run,
                                       const dtrain_pipeline_action *action, dtrain_result result)
 {
@@ -25137,7 +25129,7 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
     result = dtrain__run_place(run, action, result);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (run->comm) result = run->comm->ops->fail(run->comm, result, text);
-    const char *stands = dtrain_last_error(); /* a communicator cuts long sentences */
+    const char *stands = dtrain_last_error(); /* `text`, perhaps cut, or an earlier error */
     if (strncmp(stands, text, strlen(stands)) != 0) dtrain__run_place(run, action, result);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
@@ -25169,7 +25161,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.work = work;
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
 
-    /* memory in the schedule for this rank's messages: all messages of an earlier run have ended */
+    /* reuse this rank's table or make a larger one: no message of an earlier run is under way */
     dtrain__run_memory *memory = &schedule->memory[run.rank];
     dtrain__pipeline_room(schedule, run.rank, &slots, &inboxes);
     run.count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
@@ -25182,7 +25174,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.messages = (dtrain__message *)memory->messages;
     if (!run.messages) return DTRAIN_ERROR_MEMORY;
 
-    /* work through the list, and wait for the sends under way */
+    /* work through the list, then wait for sends under way: their errors name the last action */
     for (size_t i = schedule->first[run.rank]; i < schedule->first[run.rank + 1] && !result; i++) {
         action = &schedule->actions[i];
         result = dtrain__is_message(action) ? dtrain__message_start(&run, action)
@@ -26665,6 +26657,22 @@ DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *tex
                                  length);
     }
     snprintf(text + used, DTRAIN__SHAPE_TEXT - used, ")");
+    return text;
+}
+
+#define DTRAIN__SHARE_TEXT 224 /* 4 runs of two numbers of 19 digits fit */
+
+/* Write the runs of a part, "0-5 and 12-17 of 24", to the caller's text. */
+static const char *dtrain__share_text(const dtrain__share *part, char *text)
+{
+    size_t used = 0;
+    for (uint32_t i = 0; i < part->runs; i++)
+        used += (size_t)snprintf(text + used, DTRAIN__SHARE_TEXT - used, "%s%lld-%lld",
+                                 i ? " and " : "", (long long)part->first[i],
+                                 (long long)(part->first[i] + part->length[i] - 1));
+    if (part->axis < 0)
+        snprintf(text, DTRAIN__SHARE_TEXT, "all of %lld", (long long)part->shape[0]);
+    else snprintf(text + used, DTRAIN__SHARE_TEXT - used, " of %lld", (long long)part->whole);
     return text;
 }
 
@@ -33172,21 +33180,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__record_make(dtrain_trainer *trainer, const
 
 /* Trainer
  *
- * A step is its micro-batches (micro_batch.c, over a pipeline pipeline_step.c), the update and the
- * record (record.c). In a recorded step queued_step.c runs the first two.
+ * A step is its micro-batches (micro_batch.c, or with a pipeline pipeline_step.c), the update and
+ * the record (record.c). With desc.graph, queued_step.c runs micro-batches and update.
  *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
  *
- * The all-gather carries every rank's loss and times. It comes last, so that the times are whole.
- * Parameters are safe before it: the norm of the averaged gradient is the same on all ranks, a NaN
- * of any rank is in it, and then no rank updates or publishes. With loss scaling all ranks skip
- * that step, unless a loss was not finite. */
+ * The words are a rank's numbers: its loss, its times and more. Their all-gather comes last, when
+ * all times are known. Parameters are safe before that: the norm of the averaged gradient is the
+ * same on all ranks; if it is not finite, no rank updates or publishes, and the step is an error.
+ * With loss scaling, if all losses are finite, and with DTRAIN_NONFINITE_SKIP it is skipped. */
 
 /* ---- The step ---------------------------------------------------------------------------------*/
 
-/* Run micro-batches and update, with the host in the middle or queued as a whole, then make the
- * record. A norm that is not finite leaves the parameters unchanged. */
+/* Run micro-batches and update, then make the record. With trainer->queue the CPU first waits after
+ * the update. A norm that is not finite leaves the parameters unchanged. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -33194,7 +33202,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     record->step = trainer->step + 1;
     record->lr = (double)dtrain_schedule_lr(&desc->schedule, trainer->step);
     dtrain__record_counters(trainer, before);
-    before[DTRAIN__WORD_CHECKPOINT] = trainer->saving; /* saving happens between steps */
+    before[DTRAIN__WORD_CHECKPOINT] = trainer->saving; /* count saves since the last record */
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, record));
     else {
         float norm = 0, scale = 1;
@@ -33218,7 +33226,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     return verify ? dtrain_strategy_verify(desc->strategy, NULL) : DTRAIN_OK;
 }
 
-/* Take one step, in a span. */
+/* Take one step, timed as one span of the timeline. Its first call compares trainers. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     dtrain_step_record full;
@@ -33261,9 +33269,9 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. A rank
- * whose data has ended joins the gathers of other ranks. Each sample counts once, whatever a step
- * averages over. A loss that counts no samples has the weight that the program gives it, or 1. */
+/* Evaluate a batch on every rank, and add the round's numbers of all ranks to `sums` in rank order.
+ * A rank whose data has ended joins the gathers of other ranks. Each sample counts once. A loss of
+ * which the tape counts no samples has the weight that the program gives it, or 1. */
 static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
                                             void *user, double *sums)
 {
@@ -33275,7 +33283,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
     dtrain__world_info(trainer->world, &world);
     own[DTRAIN__ROUND_STOP] = world.stop_requested;
     own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
-    if (next == DTRAIN_ERROR_END) /* in a pipeline on all of its ranks */
+    if (next == DTRAIN_ERROR_END) /* all ranks of a pipeline end together */
         DTRAIN__TRY(trainer->pipeline ? dtrain__end_sums(strategy, 0, true)
                                       : dtrain__join_forward(strategy));
     else {
@@ -33291,7 +33299,7 @@ static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batc
         DTRAIN__TRY(dtrain__pass_end(trainer->tape));
         const double weight =
             micro.samples.terms ? dtrain__samples_count(&micro.samples) : (double)micro.weight;
-        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the loss set one for this batch */
+        DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* undo the weight that the loss set */
         if (trainer->loss_counts) {
             own[DTRAIN__ROUND_LOSS] =
                 dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
@@ -33334,7 +33342,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     }
     dtrain__expect_evaluation(trainer->desc.strategy, false);
     trainer->words[trainer->rank][DTRAIN__WORD_ENDED] = (float)(ended / (double)rounds);
-    DTRAIN__TRY(dtrain__words_gather(trainer)); /* the other words are the last step's */
+    DTRAIN__TRY(dtrain__words_gather(trainer)); /* for check_data; other words are old */
     const double total = sums[DTRAIN__ROUND_WEIGHT];
     *loss = total > 0 ? sums[DTRAIN__ROUND_LOSS] / total : sums[DTRAIN__ROUND_LOSS];
     if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* samples are missing */

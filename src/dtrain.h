@@ -202,6 +202,7 @@ DTRAIN__COLD
 
 #if DTRAIN__MODELS
 #include "strategy/samples.c"
+#include "optim/recorded.c"
 #include "optim/muon.c"
 #include "parallel/schedule.c"
 #include "parallel/runner.c"

@@ -57,12 +57,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                                                      const char *call, const char *what);
 
 /* optim/optimizer.c */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
-                                                             float lr);
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
+                                                          uint64_t updates, float lr,
+                                                          float grad_scale);
+DTRAIN__PRIVATE const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars);
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer);
+
+/* optim/recorded.c */
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr);
 DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
 
 /* optim/groups.c */

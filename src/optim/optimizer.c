@@ -72,8 +72,9 @@ static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 }
 
 /* Compute the numbers of a step for tensors of a group that have had `updates`. */
-static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
-                                                 uint64_t updates, float lr, float grad_scale)
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
+                                                          uint64_t updates, float lr,
+                                                          float grad_scale)
 {
     const uint64_t step = updates + 1;
     /* steps that the second moments average over */
@@ -236,7 +237,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 /* ---- A step -----------------------------------------------------------------------------------*/
 
 /* Return the group whose bias corrections a recorded step uses: the first of AdamW. */
-static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
+DTRAIN__PRIVATE const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
 {
     for (size_t g = 0; g < optimizer->group_count; g++)
         if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
@@ -289,35 +290,6 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     }
     dtrain__span_end(world, span);
     return result;
-}
-
-/* ---- A recorded step --------------------------------------------------------------------------*/
-
-/* Compute the numbers of the next step, for kernels that read them from device memory: one set for
- * all groups, which multiply the rate by their lr_scale. */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
-                                                             float lr)
-{
-    const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
-    dtrain_step_scalars scalars = dtrain__group_scalars(desc, optimizer->step_count, lr, 1);
-    scalars.lr = lr;
-    return scalars;
-}
-
-/* Return what an optimizer lacks for its step to be recorded; NULL: nothing. */
-DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer)
-{
-    const dtrain_optimizer_desc *one = &dtrain__corrected_group(optimizer)->desc;
-    for (size_t g = 0; g < optimizer->group_count; g++) {
-        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
-        if (desc->variance_steps)
-            return "an optimizer without variance_steps: what is recorded would never stop";
-        if (desc->kind == DTRAIN_OPTIMIZER_ADAMW &&
-            (desc->beta1 != one->beta1 || desc->beta2 != one->beta2))
-            return "groups of AdamW with the same beta1 and beta2: one set of corrections changes "
-                   "from step to step";
-    }
-    return NULL;
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/

@@ -108,16 +108,3 @@ DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__sh
            memcmp(a->first, b->first, sizeof a->first) == 0 &&
            memcmp(a->length, b->length, sizeof a->length) == 0;
 }
-
-DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text)
-{
-    size_t used = 0;
-    for (uint32_t i = 0; i < part->runs; i++)
-        used += (size_t)snprintf(text + used, DTRAIN__SHARE_TEXT - used, "%s%lld-%lld",
-                                 i ? " and " : "", (long long)part->first[i],
-                                 (long long)(part->first[i] + part->length[i] - 1));
-    if (part->axis < 0)
-        snprintf(text, DTRAIN__SHARE_TEXT, "all of %lld", (long long)part->shape[0]);
-    else snprintf(text + used, DTRAIN__SHARE_TEXT - used, " of %lld", (long long)part->whole);
-    return text;
-}

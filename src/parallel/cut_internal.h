@@ -31,6 +31,3 @@ DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
 /* True if two parts have the same runs of axes of the same length. */
 DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);
-/* Write the runs of a part, "0-5 and 12-17 of 24", to the caller's text. */
-#define DTRAIN__SHARE_TEXT 224 /* 4 runs of two numbers of 19 digits fit */
-DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text);

@@ -529,6 +529,22 @@ DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *tex
     return text;
 }
 
+#define DTRAIN__SHARE_TEXT 224 /* 4 runs of two numbers of 19 digits fit */
+
+/* Write the runs of a part, "0-5 and 12-17 of 24", to the caller's text. */
+static const char *dtrain__share_text(const dtrain__share *part, char *text)
+{
+    size_t used = 0;
+    for (uint32_t i = 0; i < part->runs; i++)
+        used += (size_t)snprintf(text + used, DTRAIN__SHARE_TEXT - used, "%s%lld-%lld",
+                                 i ? " and " : "", (long long)part->first[i],
+                                 (long long)(part->first[i] + part->length[i] - 1));
+    if (part->axis < 0)
+        snprintf(text, DTRAIN__SHARE_TEXT, "all of %lld", (long long)part->shape[0]);
+    else snprintf(text + used, DTRAIN__SHARE_TEXT - used, " of %lld", (long long)part->whole);
+    return text;
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__refuse(const dtrain_op *op, const char *format, ...)
 {
     static const char *const placements[3] = {"whole", "cut by columns", "cut by rows"};
