@@ -14,8 +14,8 @@
        mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
        nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt   with NVIDIA GPUs
 
-   Run lines. dtrain_launch forks the ranks, or takes the ranks that a launcher has started; a
-   program whose ranks run already calls dtrain_world_join:
+   Run lines. dtrain_launch forks the ranks, or takes the ranks that a launcher has started. A
+   program whose ranks already run calls dtrain_world_join:
 
        ./a.out
        torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
@@ -25,8 +25,8 @@
    The compiler makes kernels for AVX-512, AVX2 and scalars, and the program chooses at run time:
    -march=native is not needed. Linux; gcc 8, clang 10 or newer.
 
-   A shared object contains the implementation, or links a dtrain.o compiled with -fPIC. dlopen
-   loads it into any program, Python's ctypes too; call dlclose after dtrain_launch or
+   A shared object contains the implementation, or links a dtrain.o compiled with -fPIC. Any program
+   can load it by dlopen, and Python by ctypes; call dlclose after dtrain_launch has returned or
    dtrain_world_leave. RTLD_LOCAL gives each shared object its own copy; DTRAIN_STATIC hides a copy.
 
    ------------------------------------------------------------------------------------------------
@@ -88,8 +88,8 @@
 
    rank         one of the processes (or threads) that train together, numbered from 0. The world
                 is all ranks of a run; the world size is their number.
-   node         the ranks of one host, which reach each other faster than other hosts do; or a group
-                of ranks that counts as one node (dtrain_world_options.node_ranks).
+   node         the ranks of one host, which reach each other faster than ranks of other hosts; or
+                a group of ranks that counts as one node (dtrain_world_options.node_ranks).
    bucket       gradients laid end to end in memory, which one collective reduces.
    ready        said of a gradient that this backward pass has finished.
    shard        the part of the parameters, gradients or optimizer state that one rank keeps.
@@ -123,8 +123,8 @@
                 (state/checkpoint.h).
    residual     the part of a gradient that compression has not sent yet; error feedback adds it to
                 the next gradient.
-   flight record   the last collectives of a rank, kept for after a failure: which rank was late,
-                in which call (comm/flight.c).
+   flight record   the last collectives of a rank; after a failure they show which rank was late,
+                and in which call (comm/flight.c).
 
    Two ranks, two buckets; time runs to the right. Backward computes the gradients of the last
    parameters first, so their all-reduce runs while earlier layers still compute. All ranks launch
@@ -145,14 +145,14 @@
    reduce-scatter brings each rank the mean gradient of its shard, which its optimizer updates:
 
        kept by rank      0: | shard 0 |    1: | shard 1 |    2: | shard 2 |
-       in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
+       in a slot, all       | weight ........ pad | bias . pad | norm . pad |  while it is used
 
    ------------------------------------------------------------------------------------------------
    Configuration
 
    At compile time, in the file with DTRAIN_IMPLEMENTATION (no public struct or prototype changes):
        DTRAIN_STATIC       all functions are static: a private copy
-       DTRAIN_API          the linkage of public functions, if you want your own
+       DTRAIN_API          the linkage of public functions, if you define it
        DTRAIN_USE_CBLAS    fp32 GEMM through cblas_sgemm
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; link dtrain_cuda.cu, which calls
@@ -211,9 +211,9 @@
    No surprises       the library never exits, aborts, writes to stdout or installs signal handlers
                       (catch_signals asks for them). Every call that can fail returns a
                       dtrain_result and leaves a sentence in dtrain_last_error(). (A forked rank
-                      ends by _exit after rank_main.) Local ranks read each other's large messages:
-                      where yama guards memory, each rank allows its launcher's processes to
-                      (PR_SET_PTRACER).
+                      ends by _exit after rank_main.) Local ranks read large messages from each
+                      other's memory: where yama forbids this, each rank permits it to the
+                      processes of its launcher (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error that names it on every other rank; a failed communicator
                       stays failed. Ranks of one host that wait for each other in different calls
@@ -253,8 +253,8 @@
    the step on all ranks.
 
    Library calls take at most 40 KiB of stack: 64 KiB are enough for a rank with modest functions.
-   The C library takes more to look up a host name. The file keeps its name: it includes itself to
-   compile kernels for several instruction sets. dtrain_cuda.cu and dtrain_nccl.h have been emulated
-   and compiled, and not yet run on a GPU. Ranks trust each other and their network: meeting refuses
-   strangers and a wrong DTRAIN_JOB_KEY, nothing is encrypted, and nothing defends against a rank
-   that writes into another rank's memory. */
+   The C library takes more to look up a host name. Do not rename dtrain.h: it includes itself to
+   compile kernels for several instruction sets. dtrain_cuda.cu and dtrain_nccl.h are compiled and
+   tested by emulation, and have not yet run on a GPU. Ranks trust each other and their network: the
+   rendezvous refuses strangers and a wrong DTRAIN_JOB_KEY, but nothing is encrypted, and nothing
+   defends against a rank that writes into another rank's memory. */
