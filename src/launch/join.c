@@ -2,17 +2,17 @@
  *
  *     dtrain_world_join
  *         world_create       as for other ranks (rank.c), with two differences:
- *             guest_meet     the host's all-gather is the world's ...
- *             find_page      ... until the members of one host share a control page (world/page.c)
+ *             guest_meet     the world gathers with the host's all-gather ...
+ *             find_page      ... until members of one host share a control page (world/page.c)
  *             device, communicator
- *         the last gathering, so that nobody has a world unless all have
+ *         a last gather, so that all members have a world or none has
  *
- * On several hosts no page is shared, and the world gathers over its communicator from then on.
+ * Members on several hosts share no page: the world then gathers over its communicator.
  *
- * The host's all-gather has no deadline, and a member that fails must not leave the others in it.
- * So a record says how its member does: one that fails takes part in one more gathering with its
- * error, all others find it there and give up too. All records have one size, because the member
- * that fails does not know what the others gather. Once the page is shared, an abort does it. */
+ * The host's all-gather has no deadline, so a failed member must not leave the others in it. The
+ * failed member takes part in one more gather, with its error in its record. All others find the
+ * error and fail too. All records have the same size, because a failed member does not know which
+ * gather comes next. When members share a page, an abort replaces this. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -28,21 +28,21 @@
 #include "device/device.h"
 
 typedef struct dtrain__guest_record {
-    int32_t code, rank, size; /* code: not DTRAIN_OK: data is the sentence of a member that fails */
-    uint32_t bytes;           /* of data */
+    int32_t code, rank, size; /* code: result of this member; an error: data is its sentence */
+    uint32_t bytes;           /* bytes of data */
     char data[DTRAIN_WORLD_ALL_GATHER_BYTES];
 } dtrain__guest_record;
 
 struct dtrain__guest {
-    dtrain_host_gather_fn all_gather; /* NULL: no more gatherings with the host's */
+    dtrain_host_gather_fn all_gather; /* NULL: can no longer be called */
     void *user;
     int rank, size;
-    size_t bytes;                   /* of this mapping */
+    size_t bytes;                   /* bytes of this mapping */
     dtrain__guest_record own, *all; /* all: (size) */
 };
 
-/* Gather with the host's function. Whatever fails in a gathering fails on all members in the same
- * one, which is then the last. */
+/* Gather with the host's function. A gather that fails on one member fails on all, and is the
+ * last. */
 static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result code,
                                             const void *data, size_t bytes)
 {
@@ -77,7 +77,7 @@ static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result 
     return DTRAIN_OK;
 }
 
-/* Put gathered records where dtrain__gathered finds them. */
+/* Store gathered records for dtrain__gathered. */
 static void dtrain__guest_keep(dtrain_world *world, const char *from, size_t stride, size_t bytes)
 {
     const size_t half = ++world->gather_count % 2;
@@ -95,7 +95,7 @@ static dtrain_result dtrain__guest_gather(dtrain_world *world, const void *mine,
     return DTRAIN_OK;
 }
 
-/* Gather over the communicator of all members, in whole elements. */
+/* Gather over the world's communicator, in whole 4-byte elements. */
 static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, size_t bytes)
 {
     dtrain__guest *guest = world->guest;
@@ -107,7 +107,7 @@ static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, 
     return DTRAIN_OK;
 }
 
-/* Meet the other members: from now on the world gathers with the host's function. */
+/* Meet the other members. From now on the world gathers with the host's function. */
 DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
 {
     char own[48];
@@ -122,7 +122,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Write a join as the launch of one rank, whose checks and defaults are the same. */
+/* Describe a join as a launch of one rank, which has the same checks and defaults. */
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
     dtrain_launch_desc *desc = &launch->desc;
@@ -134,7 +134,7 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     desc->device_ops = given->device_ops;
     desc->comm_ops = given->comm_ops;
     desc->options = given->options;
-    desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
+    desc->mode = DTRAIN_LAUNCH_THREADS; /* the process belongs to the host */
     launch->log.silent = !given->options.log;
     launch->place.rank = given->rank;
     launch->place.size = given->size;
@@ -147,8 +147,8 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     return dtrain__map_region(0, 0, NULL, -1, &launch->region);
 }
 
-/* End a join that has failed on this member. The others hear of it where they wait: on the shared
- * page, or in the host's all-gather. */
+/* End a join that has failed on this member, and tell the others: by an abort on the shared page,
+ * or in the host's all-gather. */
 static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *guest,
                                            dtrain_result result)
 {
@@ -200,8 +200,8 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     return DTRAIN_OK;
 }
 
-/* Wait until all members leave, because another one may still read this one's memory. Where they
- * share a page this member has left already, so that one that still calls it is told at once. */
+/* Wait until all members leave, because another member can still read this one's memory. On a
+ * shared page this member records its end first: calls of members that still use the world fail. */
 static dtrain_result dtrain__await_leaving(dtrain_world *world)
 {
     dtrain__wait wait = dtrain__wait_begin();

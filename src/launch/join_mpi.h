@@ -15,12 +15,12 @@ static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, siz
                          *(MPI_Comm *)user);
 }
 
-/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
- * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to: below
- * MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data travels
- * over a duplicate of `comm`, which leaving frees. A host that is to survive the end of another
- * rank ignores SIGPIPE: MPI writes to sockets. The host's mpicc compiles this, so a libdtrain.so
- * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
+/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD. desc has
+ * further settings, or is NULL. MPI must be initialised, at any thread level; below
+ * MPI_THREAD_SERIALIZED only the main thread can use the world. On several hosts data travels over
+ * a duplicate of `comm`, which dtrain_world_leave frees. A host must ignore SIGPIPE to survive the
+ * end of another rank, because MPI writes to sockets. The host's mpicc compiles this function: a
+ * libdtrain.so has no MPI and serves one host only. Fortran passes MPI_Comm_f2c(handle). */
 static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
                                                   dtrain_world **out)
 {

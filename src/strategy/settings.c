@@ -1,20 +1,20 @@
 /* Settings: zeros become defaults, and fields that contradict each other are refused
  *
- * A field that a kind cannot honour is an error that names both, never a silent downgrade. Fields
- * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
+ * If a kind cannot honour a field, the error names both; nothing is downgraded silently. Fields are
+ * checked one by one before ranks compare them, and together after AUTO has chosen a kind. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 #include "device/device_internal.h"
 
-/* ---- Fields alone -----------------------------------------------------------------------------*/
+/* ---- Fields one by one ------------------------------------------------------------------------*/
 
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
     return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16;
 }
 
-static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
+static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* false for NaN */
 
 static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
                                           const dtrain_compression_desc *how)
@@ -70,7 +70,7 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
 
 static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
 
-/* Copy a desc of the program's, and its compression, as this library knows them. */
+/* Copy the program's desc and its compression into this library's structs. */
 DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
                                                     const dtrain_strategy_desc *given,
                                                     dtrain_strategy_desc *desc,
@@ -84,7 +84,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
 }
 
 /* Copy the given desc (NULL: a zeroed one) to *desc, fill in defaults and check its fields one by
- * one. *how becomes the copy of its compression and must live as long as *desc. */
+ * one. *how receives a copy of its compression, and must exist as long as *desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
                                                    dtrain_compression_desc *how)
@@ -106,8 +106,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 
 /* ---- Fields together --------------------------------------------------------------------------*/
 
-/* Fill in the default of accumulation, now that the kind is known, and refuse fields that
- * contradict the kind or each other. %s in a sentence is the name of the kind. */
+/* Fill in the default of accumulation, which depends on the kind, and refuse fields that contradict
+ * the kind or each other. %s in a sentence is the kind's name. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
@@ -179,9 +179,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
     return DTRAIN_OK;
 }
 
-/* ---- All ranks have the same ------------------------------------------------------------------*/
+/* ---- Compare across ranks ---------------------------------------------------------------------*/
 
-/* What is compared: descs, and what follows from them. */
+/* The settings that ranks compare: descs, and values computed from them. */
 typedef struct dtrain__compared {
     dtrain_strategy_desc desc;
     dtrain_compression_desc how;
@@ -243,11 +243,11 @@ static void dtrain__compared_fill(dtrain__compared *own, const dtrain_strategy *
     own->rounds = hook ? hook->rounds : 0;
 }
 
-/* Bring an error of this rank to all; else fail on all ranks if their parameters differ, or their
- * settings in a field that decides which collectives a step makes, in which order, or from which
- * values it starts. Ranks may differ in who owns the memory of gradients. In no_overlap they may
- * differ only where no unit is gathered, because a unit that is fetched ahead is gathered before
- * the gradients of the unit after it are reduced. */
+/* Send an error of this rank to all ranks. Without an error, fail on all ranks if parameters or
+ * settings differ. A setting is compared if it decides the collectives of a step, their order, or
+ * the initial values. Ranks can differ in who owns the memory of gradients. They can
+ * differ in no_overlap if no unit is gathered; else it changes the order, because a prefetched unit
+ * is gathered before the gradients of the unit after it are reduced. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
                                                        const dtrain__groups *groups,
                                                        dtrain_result mine)
@@ -264,7 +264,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
     return dtrain__same(groups->all, mine, "dtrain_strategy_create", lists, 2);
 }
 
-/* Refuse a mesh beside another communicator, one without ranks, and one of another world. */
+/* Refuse a mesh without a world or of another world, and a comm that is not its data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
                                                 const dtrain_strategy_desc *desc)
 {
@@ -301,11 +301,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, siz
                        what);
 }
 
-/* Refuse arrays that the device cannot read, and the host's values of sharded parameters. */
+/* Refuse arrays that the device cannot read, and values of sharded parameters in host arrays. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const bool apart = strategy->device->ops->stream_create != NULL; /* memory is not the host's */
+    const bool apart = strategy->device->ops->stream_create != NULL; /* separate device memory */
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (apart && ((p->typed_value && dtrain__on_host(strategy->device, p->typed_value)) ||

@@ -1,13 +1,12 @@
 /* Create, split, destroy communicators
  *
- * A communicator is made in three steps: the struct and its events (comm_make), the agreement of
- * the ranks on a unique id (rendezvous), NCCL's own communicator (comm_init). The steps that can
- * fail on one rank alone come before the agreement, so that after it all ranks succeed or all
- * fail. */
+ * A communicator is made in three steps: comm_make allocates the struct and its events, rendezvous
+ * agrees on a unique id, comm_init creates NCCL's communicator. Every step that can fail on a
+ * single rank comes before the agreement. So after it all ranks succeed, or all fail. */
 
 #include "comm/nccl/nccl_internal.h"
 
-/* Append a record to the list, as the newest. */
+/* Append a record to the list, as the newest one. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__add_record(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -52,8 +51,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     return result;
 }
 
-/* Free a communicator. A thread that is still inside ncclCommAbort uses the struct, which is then
- * left to that thread. */
+/* Free a communicator. If a thread is still inside ncclCommAbort, it uses the struct, which then
+ * stays allocated. */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -81,8 +80,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *com
     return dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommInitRankConfig");
 }
 
-/* Close a communicator. Finalize waits for operations in flight, and until no graph holds any of
- * its collectives, so it is polled; destroy then has nothing to wait for. */
+/* Close a communicator. ncclCommFinalize waits for operations in flight and for graphs that hold
+ * its collectives, so it is polled. Then ncclCommDestroy has nothing to wait for. */
 static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -101,7 +100,7 @@ static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 
 /* ---- Splits -----------------------------------------------------------------------------------*/
 
-/* Run a collective on the host's memory, for the binding itself, and wait for it. */
+/* Run a collective of this file on host memory, and wait for it. */
 static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
                                          void *all, size_t ints)
 {
@@ -112,8 +111,8 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
 }
 
 #if DTRAIN_NCCL_HAS_SPLIT
-/* Split by ncclCommSplit. NCCL writes the new communicator once the call on the parent is complete,
- * or the parent is aborted. */
+/* Split by ncclCommSplit; a rank without a child takes part too. NCCL writes the new handle when
+ * the call on the parent is complete, or when the parent is aborted. */
 static dtrain_result dtrain_nccl__split_call(dtrain_nccl__hub *hub, ncclComm_t parent, int color,
                                              dtrain_nccl__comm *child, ncclConfig_t *config,
                                              const char *call)
@@ -134,8 +133,8 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
                                    "dtrain_comm_split");
 }
 
-/* Split the world's communicator from the host's. It shares nothing with it, so that it can be
- * aborted, and does not block, whatever the host's does. */
+/* Split the world's communicator from the host's. They share no resources, so the world's can be
+ * aborted. It is non-blocking, even if the host's is blocking. */
 static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
 {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -145,8 +144,8 @@ static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl_
                                    "ncclCommSplit of the host's communicator");
 }
 #else
-/* Split without ncclCommSplit: the first rank of each color makes an id, and all ids travel over
- * the parent. */
+/* Split without ncclCommSplit: the first rank of each color makes a unique id, and all ranks gather
+ * the ids over the parent. */
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
@@ -173,7 +172,7 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     return result;
 }
 
-/* Never called: hub_check_given has refused it. */
+/* Never called: dtrain_nccl__check_given refuses a communicator of the host. */
 static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
 {
     (void)hub;
@@ -182,8 +181,8 @@ static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl_
 }
 #endif
 
-/* Split: every rank learns the color and key of all, and lists the ranks with its color by key and
- * then by rank, by a stable insertion sort. */
+/* Split a communicator. Every rank gathers the color and key of all ranks. It sorts the ranks of
+ * its color by key, then by rank (a stable insertion sort). */
 static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, dtrain_comm **out)
 {
     dtrain_nccl__comm *parent = (dtrain_nccl__comm *)base, *child = NULL;
@@ -215,7 +214,7 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
     result = dtrain_nccl__fail(hub, result, "dtrain_comm_split: %s",
                                dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     if (child) {
-        dtrain_nccl__abort_one(child); /* NCCL may have completed it after the other ranks' abort */
+        dtrain_nccl__abort_one(child); /* the abort of the parent can have written its handle */
         dtrain_nccl__await_aborts(hub);
         dtrain_nccl__comm_free(child);
     }
@@ -224,24 +223,24 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
 
 /* ---- Rendezvous ---------------------------------------------------------------------------------
  *
- * Errors that can be known in advance are found before the ranks call NCCL together: each rank
- * tells the others its version and whether it can continue; the first one also sends the id that it
- * has made. All ranks check the same records and so come to the same result. (The world has checked
- * that no two ranks of a node sit on one device: it would not have chosen NCCL.) */
+ * The ranks look for errors before they call NCCL together, where all would wait for a failed rank.
+ * Each rank sends its NCCL version and its result so far, and the first rank also the unique id.
+ * All ranks check the same records, and so come to the same result. (No two ranks of a node share a
+ * device: the world has checked this before it chose NCCL.) */
 
-#define DTRAIN_NCCL_HELLO 0x64744e33u /* "dtN3": changes with the struct below */
+#define DTRAIN_NCCL_HELLO 0x64744e33u /* "dtN3"; must change with the struct below */
 
 typedef struct dtrain_nccl__hello {
     uint32_t magic;
-    int32_t status; /* dtrain_result of this rank's preparations */
+    int32_t status; /* dtrain_result of this rank so far */
     uint32_t version;
-    uint32_t split; /* 1: from a communicator of the host's */
+    uint32_t split; /* 1: splits a communicator of the host */
     char error[320];
-    ncclUniqueId id; /* the first rank's is used */
+    ncclUniqueId id; /* used from rank 0 only */
 } dtrain_nccl__hello;
 
-/* Exchange the records (size) of the ranks, check them, and get the id. `prepared` is this rank's
- * result so far, whose sentence goes to all. */
+/* Exchange the records of all ranks (size), check them, and return the unique id. `prepared` is
+ * this rank's result so far; after an error all ranks receive its sentence. */
 static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
                                              dtrain_nccl__hello *all, ncclUniqueId *id)
 {
@@ -298,7 +297,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* Check what the host has handed in. */
+/* Check the NCCL objects of the host. */
 static dtrain_result dtrain_nccl__check_given(dtrain_nccl__hub *hub)
 {
     const dtrain_nccl_given *given = hub->given;
@@ -324,7 +323,7 @@ static dtrain_result dtrain_nccl__check_given(dtrain_nccl__hub *hub)
                        user, count, device, rank, size, hub->device_index);
 }
 
-/* Do all that can fail on this rank alone. A guest reads no environment. */
+/* Do every step that can fail on a single rank. A guest reads no environment. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -335,14 +334,14 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
                            "dtrain_cuda_device_ops(), or leave comm_ops NULL",
                            ops->name);
     DTRAIN_NCCL_TRY(dtrain_nccl__load(&hub->nccl, &hub->version));
-    const cudaError_t error = cudaGetDevice(&hub->device_index); /* NCCL takes it too */
+    const cudaError_t error = cudaGetDevice(&hub->device_index); /* NCCL uses this device too */
     if (error != cudaSuccess)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
                            cudaGetErrorString(error));
     DTRAIN_NCCL_TRY(dtrain_nccl__check_given(hub));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
-    /* Does NCCL order the kernels of different communicators as the host has launched them? */
+    /* True if kernels of different communicators start in the order of the host's launches. */
     const bool set = hub->given ? hub->given->launch_ordered : order && atoi(order) > 0;
     const bool ordered = hub->version >= 22600 && set;
     for (int i = 0; i < (ordered ? DTRAIN_NCCL__LANES : 1); i++) {
@@ -355,8 +354,8 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     return DTRAIN_OK;
 }
 
-/* Close everything. Graphs that the program has not destroyed are of no use to anybody now, and
- * while_waiting stays until all memory is free: it keeps the deadline of that too. */
+/* Close everything. Graphs that still exist are dropped: they can no longer run. while_waiting
+ * stays set until all memory is free, because freeing can wait and needs the deadline. */
 static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -394,11 +393,11 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
     if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
 }
 
-/* Create the world's communicator. After an error on one rank all ranks return one, and nothing is
- * left. */
+/* Create the world's communicator. If one rank fails, all ranks return an error and free
+ * everything. */
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
-    dtrain_world_info room[2]; /* a program's dtrain.h may be newer, and its info larger */
+    dtrain_world_info room[2]; /* the info of a newer dtrain.h can be larger */
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
@@ -438,7 +437,7 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     return DTRAIN_OK;
 }
 
-/* Destroy a communicator. The world's is the first; destroying it destroys all others. */
+/* Destroy a communicator. The world's is the oldest; destroying it destroys all others. */
 static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;

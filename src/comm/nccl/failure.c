@@ -2,30 +2,30 @@
  *
  * A failure takes four steps:
  *
- *     1. its text, with what this rank was doing, is stored in the hub
- *     2. it goes to the other ranks over the control plane, which they poll while they wait
- *     3. all NCCL communicators of the hub are aborted, and the device's graphs dropped
+ *     1. the hub stores its text, which says what this rank was doing
+ *     2. the control plane sends it to the other ranks, which poll it while they wait
+ *     3. all NCCL communicators of the hub are aborted, and the device's graphs are dropped
  *     4. every later call returns the text again
  *
- * Why each communicator is aborted by a thread of its own: aborted one after another they can
- * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
- * second communicator. An NCCL group would do from 2.22 on; threads do in every version, and they
- * give a deadline to a call that has been known to hang. A thread that does not return is left
- * behind, with the memory it uses.
+ * A separate thread aborts each communicator. Aborts one after another can deadlock: the first
+ * abort frees device memory, this waits for kernels, and these wait for the second communicator. An
+ * NCCL group would avoid it from 2.22 on. Threads avoid it in every version, and they put a
+ * deadline on a call that is known to hang. A thread that does not return is abandoned, with the
+ * memory it uses.
  *
- * Why graphs are dropped: every recorded collective holds a reference on its communicator until the
- * graph is destroyed, or the recording that it is part of, and ncclCommAbort waits for all of them.
- * It sets the flag that ends running kernels first, so a graph in the middle of a replay ends too.
- * Graphs of a guest's host are the host's to destroy: they are waited for when the world ends. */
+ * Graphs are dropped because ncclCommAbort waits for them: a captured collective holds a reference
+ * to its communicator until its graph, or the capture in progress, is destroyed. ncclCommAbort
+ * first sets the flag that ends running kernels, so a graph that is being replayed ends too. The
+ * host of a guest destroys its own graphs; the world waits for them when it ends. */
 
 #include "comm/nccl/nccl_internal.h"
 
-#define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* at most; the world's deadline when that is shorter */
+#define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* limit of the wait, unless the deadline is shorter */
 
 static void *dtrain_nccl__abort_thread(void *user)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)user;
-    cudaSetDevice(comm->hub->device_index); /* a thread begins with device 0 */
+    cudaSetDevice(comm->hub->device_index); /* a new thread has device 0 */
     comm->hub->nccl.CommAbort(comm->nccl);
     __atomic_store_n(&comm->abort_state, 2u, __ATOMIC_RELEASE);
     return NULL;
@@ -66,13 +66,13 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
         hub->deadline < DTRAIN_NCCL_ABORT_SECONDS ? hub->deadline : DTRAIN_NCCL_ABORT_SECONDS;
     const double begin = dtrain_seconds();
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        if (hub->guest && comm->captured && !hub->closing) continue; /* for graphs of the host */
+        if (hub->guest && comm->captured && !hub->closing) continue; /* host's graphs hold it */
         while (dtrain_nccl__aborting(comm) && dtrain_seconds() - begin < limit)
             dtrain_nccl__sleep(100);
         if (!dtrain_nccl__aborting(comm)) continue;
         hub->stuck = true;
         dtrain_log(hub->world, DTRAIN_LOG_ERROR,
-                   "ncclCommAbort of %s has not returned after %.1f s; it is left behind%s",
+                   "ncclCommAbort of %s has not returned after %.1f s; it is abandoned%s",
                    comm->name, limit,
                    comm->captured ? ". It waits until graphs with its operations are destroyed"
                                   : "");
@@ -95,7 +95,7 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
     }
     dtrain_nccl__drop_graphs(hub);
     dtrain_nccl__await_aborts(hub);
-    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next) { /* handles died with them */
+    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next) { /* registrations have ended */
         m->comm = NULL;
         m->handle = NULL;
     }
@@ -106,7 +106,7 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
 
 /* ---- What this rank was doing -----------------------------------------------------------------*/
 
-/* Return the oldest operation that a communicator remembers; records of none precede it. */
+/* Return the oldest recorded operation of a communicator. Unused records precede it. */
 static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
 {
     const dtrain_nccl__record *record = comm->dead ? NULL : comm->oldest;
@@ -114,8 +114,8 @@ static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *c
     return record;
 }
 
-/* Describe the state of an operation. The event of a graph cannot be queried, and while something
- * is captured no event can: a query would spoil the capture. */
+/* Describe the state of an operation. The event of a captured operation cannot be queried. During a
+ * capture no event can be queried: the query would invalidate the capture. */
 static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__record *record)
 {
     bool done = false;
@@ -127,8 +127,8 @@ static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__
     return done ? "finished" : "not finished";
 }
 
-/* Append to `text`, for each communicator, the oldest operation that has not finished and the
- * number of collectives this rank has started. With NULL log all operations that it remembers. */
+/* Append to `text`, for each communicator, the oldest unfinished operation and the number of
+ * collectives started on this rank. If `text` is NULL, log all recorded operations instead. */
 static void dtrain_nccl__report(dtrain_nccl__hub *hub, char *text, size_t room)
 {
     size_t used = text ? strlen(text) : 0;
@@ -151,9 +151,9 @@ static void dtrain_nccl__report(dtrain_nccl__hub *hub, char *text, size_t room)
     }
 }
 
-/* Compare this rank's records with the first report of the world. The report may name the
- * collective that its rank is stuck in, in the words of _describe. If this rank has called
- * something else by the same number, that is the cause. */
+/* Compare this rank's records with the world's first report. The report can name the collective in
+ * which its rank is stuck, in the format of dtrain_nccl__describe. If this rank has called another
+ * collective under the same number, the difference is the cause, and the error says so. */
 static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
 {
     unsigned long long number;
@@ -188,8 +188,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub)
     return dtrain_fail(hub->code, "%s", hub->text);
 }
 
-/* Return the error of a communicator. A communicator keeps its own, because a re-creation clears
- * the hub's. */
+/* Return the error with which a communicator was aborted. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm)
 {
     return dtrain_fail(comm->code, "%s", comm->text);
@@ -207,10 +206,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     va_end(args);
     snprintf(hub->text, sizeof hub->text, "%s", text);
     dtrain_nccl__report(hub, hub->text, sizeof hub->text);
-    hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
+    hub->code = code; /* from now on dtrain_nccl__watch ends every wait for the device */
     if (!hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
-        dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
+        dtrain_nccl__compare(hub); /* the first report can be from another rank */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
         dtrain_nccl__report(hub, NULL, 0);
@@ -218,7 +217,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     return dtrain_nccl__hub_error(hub);
 }
 
-/* Fail with what NCCL said, and with the sentence it keeps. */
+/* Fail with NCCL's text for `result` and its last error message. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub, ncclComm_t nccl,
                                                           ncclResult_t result, const char *call)
 {

@@ -1,8 +1,8 @@
 /* Opening the NCCL library
  *
- * One list makes the table of functions and fills it. The compile-time gates are enough: a library
- * older than the header is refused before anything else of it is called, so every function in the
- * list exists. NCCL promises that old programs run with new libraries, not the reverse. */
+ * One list declares the table of functions and fills it. A library older than the header is refused
+ * before any other call, so the compile-time checks are enough: every function in the list exists.
+ * NCCL promises that old programs run with new libraries, but not the reverse. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -19,8 +19,8 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
     return DTRAIN_OK;
 }
 #else
-/* Find a function. dlsym returns an object pointer, which POSIX allows to be a function's: its
- * bytes are copied. */
+/* Find a function. dlsym returns an object pointer; POSIX allows it to hold a function's address,
+ * so its bytes are copied. */
 static bool dtrain_nccl__find(void *library, const char *name, void *function)
 {
     void *symbol = dlsym(library, name);
@@ -28,8 +28,8 @@ static bool dtrain_nccl__find(void *library, const char *name, void *function)
     return symbol != NULL;
 }
 
-/* Open the library and fill the table. The handle is never closed: NCCL's threads may be inside the
- * library until the process ends. */
+/* Open the library and fill the table. The handle is never closed, because NCCL's threads can be
+ * inside the library until the process ends. */
 static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
 {
     const char *missing = NULL;
@@ -45,7 +45,7 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
                   "l" #name;
     DTRAIN_NCCL_LIST(DTRAIN_NCCL_FIND)
 #undef DTRAIN_NCCL_FIND
-    /* An older library lacks functions too, and its version makes the better sentence. */
+    /* An older library lacks functions too; its error should name the version. */
     if (!missing || nccl->GetVersion) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s is not an NCCL library: it has no %s",
                        DTRAIN_NCCL_LIBRARY, missing);
@@ -55,7 +55,7 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
 /* Write a version as text: 21801 becomes "2.18.1". */
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__version_text(uint32_t code, char text[24])
 {
-    const unsigned base = code >= 10000 ? 10000 : 1000; /* counted in thousands until 2.8 */
+    const unsigned base = code >= 10000 ? 10000 : 1000; /* thousands until NCCL 2.8 */
     snprintf(text, 24, "%u.%u.%u", code / base, code % base / 100, code % 100);
     return text;
 }

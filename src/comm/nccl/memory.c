@@ -1,9 +1,8 @@
 /* Registered memory, for dtrain_comm_alloc
  *
- * ncclMemAlloc gives memory that NVLink switches and network cards can address; registered with the
- * communicator, collectives use it without copying. NCCL requires that all ranks register a buffer
- * or none does. Every rank runs the same version (compared when the ranks meet), so all take the
- * same path here. */
+ * NVLink switches and network cards can address memory of ncclMemAlloc. If it is registered with
+ * the communicator, collectives use it without a copy. NCCL requires that all ranks register a
+ * buffer, or none. They do, because the rendezvous checks that all ranks run the same version. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -17,7 +16,7 @@ static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
                        hub->nccl.GetErrorString(result));
 }
-/* Give memory back. ncclMemFree unmaps it at once, unlike cudaFree, which waits for kernels. */
+/* Free memory. ncclMemFree unmaps it at once, while cudaFree waits for kernels. */
 static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -97,7 +96,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes)
 {
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)base)->hub;
-    (void)bytes; /* the list knows the size */
+    (void)bytes; /* recorded in the list */
     for (dtrain_nccl__memory **link = &hub->memory; *link; link = &(*link)->next) {
         dtrain_nccl__memory *memory = *link;
         if (memory->pointer != pointer) continue;

@@ -1,7 +1,7 @@
 /* Structs of a rank, private prototypes
  *
- * Read the structs in this order: the hub (one for each rank), its communicators, the work that an
- * operation is, and the record of it that an error message quotes. */
+ * Read the structs in this order: the hub (one per rank), its communicators, the work (a started
+ * operation), and the record of an operation, which error messages quote. */
 
 #pragma once
 
@@ -35,15 +35,14 @@
 #define DTRAIN_NCCL_PRINTF(at, first)
 #endif
 
-/* Propagate a failure; its sentence has been left already. */
+/* Return the error of a failed call; it has already set its error sentence. */
 #define DTRAIN_NCCL_TRY(call)                                             \
     do {                                                                  \
         const dtrain_result dtrain_nccl__status = (call);                 \
         if (dtrain_nccl__status != DTRAIN_OK) return dtrain_nccl__status; \
     } while (0)
 
-/* Mark a private function that more than one file uses: static where all files are joined in
- * one. */
+/* Mark a private function that several files use. The joined file makes these functions static. */
 #ifndef DTRAIN_NCCL__PRIVATE
 #define DTRAIN_NCCL__PRIVATE __attribute__((visibility("hidden"))) extern
 #endif
@@ -68,48 +67,48 @@
 /* clang-format on */
 
 typedef struct dtrain_nccl__library {
-#define DTRAIN_NCCL_POINTER(name) __typeof__(&nccl##name) name; /* AllReduce is ncclAllReduce */
+#define DTRAIN_NCCL_POINTER(name) __typeof__(&nccl##name) name; /* AllReduce: ncclAllReduce */
     DTRAIN_NCCL_LIST(DTRAIN_NCCL_POINTER)
 #undef DTRAIN_NCCL_POINTER
 } dtrain_nccl__library;
 
-#define DTRAIN_NCCL_RECORDS 64 /* operations remembered; also events per communicator */
+#define DTRAIN_NCCL_RECORDS 64 /* records, each with an event, that a communicator begins with */
 
 #define DTRAIN_NCCL_TEXT 1000
 
 typedef struct dtrain_nccl__hub dtrain_nccl__hub;
 
-/* A record of one of the last operations of a communicator. An error compares it across ranks. The
- * oldest is used again for the next operation, unless its own has still to be waited for. */
+/* The record of a recent operation of a communicator, which errors compare across ranks. A new
+ * operation reuses the oldest record, unless the program still has to wait for its operation. */
 typedef struct dtrain_nccl__record {
     struct dtrain_nccl__record *next; /* newer */
-    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank; 0:
-                        not used yet */
+    uint64_t number; /* from 1; collectives and messages are counted separately; 0: unused. A
+                        collective has the same number on every rank */
     dtrain_collective what;
     dtrain_event *done;
-    bool waited_for; /* the program has given the work back, or there was none */
+    bool waited_for; /* true if the program no longer has the work, or the record is unused */
     bool launched;
-    bool captured; /* its event belongs to a graph and cannot be queried */
+    bool captured; /* true if its event belongs to a graph and cannot be queried */
 } dtrain_nccl__record;
 
 typedef struct dtrain_nccl__comm {
     dtrain_comm base;
     dtrain_nccl__hub *hub;
-    struct dtrain_nccl__comm *next; /* newest first; the world's is the last */
-    struct dtrain_nccl__lane *lane; /* of its last operation */
+    struct dtrain_nccl__comm *next; /* next older one; the world's is the oldest */
+    struct dtrain_nccl__lane *lane; /* the lane of its last operation */
     ncclComm_t nccl;
-    bool captured; /* a graph has recorded operations of it */
-    bool dead;     /* failed, aborted or being aborted; code and text say why */
+    bool captured; /* true if a graph has recorded operations of it */
+    bool dead;     /* true from its abort on; code and text have the reason */
     dtrain_result code;
     char text[DTRAIN_NCCL_TEXT];
-    uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
+    uint32_t abort_state; /* atomic: 0 = not aborted, 1 = in ncclCommAbort, 2 = aborted */
     uint32_t split_count;
-    char name[64]; /* "world", "world/1.0": the same on all its ranks */
+    char name[64]; /* such as "world" or "world/1.0"; the same on all its ranks */
     uint64_t collectives, point_to_point;
     dtrain_nccl__record *oldest, *newest;
 } dtrain_nccl__comm;
 
-/* A bounce buffer: pinned memory and as much device memory, for an operation with a host buffer. */
+/* A bounce buffer for operations with a host buffer: pinned memory and as much device memory. */
 typedef struct dtrain_nccl__block {
     struct dtrain_nccl__block *next;
     size_t bytes;
@@ -118,28 +117,28 @@ typedef struct dtrain_nccl__block {
 
 typedef struct dtrain_nccl__work {
     dtrain_work base;
-    struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
+    struct dtrain_nccl__work *next; /* in the pool, or in the group to launch */
     dtrain_nccl__record *record;
-    dtrain_collective what; /* as asked for; of no elements: on `single` */
-    const void *send;       /* device memory: the caller's or the block's */
+    dtrain_collective what; /* the operation; with a count of 0, an operation on `single` */
+    const void *send;       /* device memory: the caller's or the block's; likewise recv */
     void *recv;
-    dtrain_nccl__block *block; /* NULL: nothing is staged */
-    void *host_recv;           /* where the block's result goes, or NULL */
-    int32_t single;            /* the integer that an operation on no elements sends */
-    bool captured; /* part of a graph: nothing runs now, and its event cannot be queried */
-    bool done;     /* known to be done: no longer counted as in flight */
+    dtrain_nccl__block *block; /* bounce buffer; NULL: both buffers are device memory */
+    void *host_recv;           /* host buffer for the result in the block, or NULL */
+    int32_t single;            /* the element that an operation with a count of 0 sends */
+    bool captured; /* true if it is part of a graph: it does not run now, its event has no state */
+    bool done;     /* true if it is known to be done and no longer counts as in flight */
 } dtrain_nccl__work;
 
-/* Memory that dtrain_comm_alloc handed out. */
+/* Memory from dtrain_comm_alloc. */
 typedef struct dtrain_nccl__memory {
     struct dtrain_nccl__memory *next;
     void *pointer, *handle;
     size_t bytes;
-    dtrain_nccl__comm *comm; /* registered with; NULL: not, or no longer */
+    dtrain_nccl__comm *comm; /* communicator where it is registered; NULL: none */
 } dtrain_nccl__memory;
 
-/* An event that is recorded in a stream again as soon as the stream has passed it. A stream that
- * does not pass its mark for as long as the deadline is stuck. */
+/* An event that is recorded in its stream again whenever the stream has passed it. A stream that
+ * does not pass the event within the deadline is stuck. */
 typedef struct dtrain_nccl__stream_mark {
     dtrain_event *event;
     dtrain_stream *stream;
@@ -149,7 +148,7 @@ typedef struct dtrain_nccl__stream_mark {
 
 /* A stream for communication. */
 typedef struct dtrain_nccl__lane {
-    dtrain_stream *stream; /* NULL: there is none */
+    dtrain_stream *stream; /* NULL: not created */
     cudaStream_t native;
 } dtrain_nccl__lane;
 
@@ -158,25 +157,25 @@ enum { DTRAIN_NCCL__LANES = 2, DTRAIN_NCCL__MARKS = DTRAIN_NCCL__LANES + 1 };
 struct dtrain_nccl__hub {
     dtrain_world *world;
     dtrain_device *device;
-    int device_index; /* as CUDA counts: of every thread that calls NCCL */
+    int device_index; /* CUDA's index of the device; current in every thread that calls NCCL */
     dtrain_allocator allocator;
     dtrain_nccl__library nccl;
     uint32_t version;
-    bool guest;                     /* in a host's process */
-    const dtrain_nccl_given *given; /* of the host, while the world is made; or NULL */
+    bool guest;                     /* true if the world was made by dtrain_world_join */
+    const dtrain_nccl_given *given; /* the host's, until the communicator is created; or NULL */
     double deadline;
-    dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* of all communicators; of the tensor axis */
+    dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* 0: all communicators; 1: the tensor axis */
     dtrain_event *ready;
-    dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* compute, lanes */
+    dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* of the compute stream, then of lanes */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
-    int group_balance;          /* sends in the group, less the receives in it */
-    dtrain_nccl__block *blocks; /* not in use */
+    int group_balance;          /* sends minus receives in the group */
+    dtrain_nccl__block *blocks; /* free blocks, smallest first */
     dtrain_nccl__memory *memory;
-    double last_watch;  /* time of the last watch */
-    bool closing;       /* being destroyed: failures are no longer reported */
-    bool stuck;         /* an abort has not returned: its thread still uses the structs */
-    dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
+    double last_watch;  /* time of the last dtrain_nccl__watch that polled, in seconds */
+    bool closing;       /* true during destruction: failures are not sent to other ranks */
+    bool stuck;         /* true if an abort has not returned: its thread still uses the structs */
+    dtrain_result code; /* the first failure; DTRAIN_OK: none */
     char text[DTRAIN_NCCL_TEXT];
 };
 

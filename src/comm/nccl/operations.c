@@ -1,11 +1,11 @@
 /* Starting and waiting for operations
  *
- *     start   the communication stream waits for the compute stream, host buffers are copied in,
- *             NCCL is called, results for the host are copied out, an event is recorded
- *     wait    the compute stream waits for that event; the host waits only for a host buffer
+ *     start   the communication stream waits for the compute stream; host buffers are copied to
+ *             bounce buffers; NCCL is called; host results are copied out; an event is recorded
+ *     wait    the compute stream waits for this event; the host waits only for a host buffer
  *
- * A barrier and a count of 0 become the sum of one integer: NCCL does nothing for an empty
- * operation. */
+ * NCCL skips empty operations. So a barrier, and a collective with a count of 0, become the sum of
+ * one integer. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -31,8 +31,8 @@ static size_t dtrain_nccl__bytes(const dtrain_nccl__comm *comm, const dtrain_col
 
 /* ---- Staging ----------------------------------------------------------------------------------*/
 
-/* Take a block of at least `bytes`. Blocks are kept until the world ends and grow in powers of two:
- * freeing device memory waits for kernels, and those may wait for other ranks. */
+/* Take a block of at least `bytes`. New blocks have a power of two of bytes, and stay until the
+ * world ends: freeing device memory waits for kernels, which can wait for other ranks. */
 static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes,
                                              dtrain_nccl__block **out)
 {
@@ -59,7 +59,7 @@ static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes
     return DTRAIN_OK;
 }
 
-/* Give a block back. The list is sorted by size: take_block finds the smallest that fits first. */
+/* Return a block. The list is sorted by size, so take_block finds the smallest that fits. */
 static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *block)
 {
     dtrain_nccl__block **link = &hub->blocks;
@@ -68,8 +68,8 @@ static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *b
     *link = block;
 }
 
-/* Decide what is staged, and copy in. The block is | send | recv |, or both at one place when the
- * operation is in place. */
+/* Choose the buffers that are staged, and copy the send buffer in. The block is | send | recv |, or
+ * both at one place for an in-place operation. */
 static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -82,7 +82,7 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     work->send = what->send;
     work->recv = what->recv;
     if (!send_host && !recv_host) return DTRAIN_OK;
-    const size_t padded = (send_bytes + 255) / 256 * 256; /* the alignment that NCCL prefers */
+    const size_t padded = (send_bytes + 255) / 256 * 256; /* NCCL prefers this alignment */
     const size_t recv_at = send_host && what->send != what->recv ? padded : 0;
     const size_t end =
         recv_host && recv_at + recv_bytes > send_bytes ? recv_at + recv_bytes : send_bytes;
@@ -93,8 +93,7 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
                                         DTRAIN_COPY_HOST_TO_DEVICE, comm->lane->stream));
         work->send = device;
-        if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
-            work->recv = device; /* the root's own copy */
+        if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) work->recv = device; /* at the root */
     }
     if (recv_host) {
         work->recv = device + recv_at;
@@ -104,13 +103,13 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     return DTRAIN_OK;
 }
 
-/* Give the place of the received bytes in the block, on the device and on the host alike. */
+/* Return the offset of the received bytes in the block; it is the same on device and host. */
 static size_t dtrain_nccl__recv_at(const dtrain_nccl__work *work)
 {
     return (size_t)((char *)work->recv - (char *)work->block->device);
 }
 
-/* Copy out and record the event, after NCCL's call is complete. */
+/* Copy results out and record the event. NCCL's call is complete. */
 static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -166,7 +165,7 @@ static dtrain_result dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_n
 {
     const bool captured = dtrain_nccl__capturing(comm->hub);
     dtrain_nccl__record *record = comm->oldest;
-    if (record->waited_for) { /* it becomes the newest */
+    if (record->waited_for) { /* reuse it, as the newest */
         comm->newest->next = record;
         comm->newest = record;
         comm->oldest = record->next;
@@ -205,12 +204,12 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
     case DTRAIN_REDUCE_MIN: return ncclMin;
     case DTRAIN_REDUCE_MAX: return ncclMax;
     case DTRAIN_REDUCE_PROD: return ncclProd;
-    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__wait_steps */
+    default: return ncclSum; /* also DTRAIN_REDUCE_MEAN, see dtrain_nccl__wait_steps */
     }
 }
 
-/* Call an all-to-all: a group of a send to and a receive from every rank. The rank's own slice
- * travels in it too: NCCL makes it a copy on the device, in the order of the stream. */
+/* Call an all-to-all: a group with a send to and a receive from every rank. This includes the
+ * rank's own slice, which NCCL copies on the device, in stream order. */
 static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
@@ -266,25 +265,25 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
 
 /* ---- Sends and receives -------------------------------------------------------------------------
  *
- * Messages that a program starts without a wait in between are collected, and launched when it
- * waits, tests, or starts a collective. How they are grouped decides what can hang. NCCL runs the
- * messages of a group in batches: the n-th send to and the n-th receive from a rank are in batch n,
- * which starts when batch n - 1 is done. An event is recorded after a whole group.
+ * Sends and receives (messages) are collected until the program waits, tests, or starts a
+ * collective; then they are launched in groups. The grouping decides whether ranks can hang. NCCL
+ * runs a group in batches: the n-th send to and the n-th receive from a rank are in batch n, which
+ * starts when batch n - 1 is done. An event is recorded after the whole group.
  *
- *     As many sends as receives are an exchange, one group. The n-th message from a rank to another
- *     is in batch n on both, in whatever order each starts its own, so that batches end one after
- *     the other on all ranks.
+ *     As many sends as receives are an exchange, and become one group. The n-th message from one
+ *     rank to another is in batch n on both, in whatever order they start messages. So the batches
+ *     end one after another on all ranks.
  *
- *     Others run ahead. S1 S2 R1 on one rank as one group would be batches S1 + R1 and S2: S2 would
- *     wait for R1, and with it the rank that sends R1 once it has S2. So they are launched in the
- *     order of their starts, and a second send to, or receive from, a rank begins a new group. Then
- *     a group has one batch, and ends wherever ranks end that wait for each message before they
- *     start the next: in the order of such a run, the first message that is not done has been
- *     launched on both ranks.
+ *     Other messages can run ahead. As one group, S1 S2 R1 would have the batches S1 + R1 and S2.
+ *     S2 would wait for R1, but the peer can send R1 only after it has S2. So these messages are
+ *     launched in their order, and a second send to, or receive from, a rank begins a new group. A
+ *     group is then one batch. It ends in every program in which ranks could wait for each message
+ *     before they start the next: in the order of such a run, both ranks have launched the first
+ *     message that is not done.
  *
- * The runner of a pipeline, whose schedules are of the second kind, tests every message. */
+ * The schedules of pipelines are of the second kind; their runner tests every message. */
 
-/* Tell whether a message of `first` to before `work` is of its kind, to or from the same rank. */
+/* True if a message in the list from `first` to before `work` has its kind, peer and comm. */
 static bool dtrain_nccl__repeats(const dtrain_nccl__work *first, const dtrain_nccl__work *work)
 {
     for (; first != work; first = first->next)
@@ -294,7 +293,7 @@ static bool dtrain_nccl__repeats(const dtrain_nccl__work *first, const dtrain_nc
     return false;
 }
 
-/* Launch a list of sends and receives as one NCCL group. */
+/* Launch a list of messages as one NCCL group. */
 static dtrain_result dtrain_nccl__launch_group(dtrain_nccl__hub *hub, dtrain_nccl__work *first)
 {
     ncclResult_t failed = ncclSuccess;
@@ -319,7 +318,7 @@ static dtrain_result dtrain_nccl__launch_group(dtrain_nccl__hub *hub, dtrain_ncc
     return DTRAIN_OK;
 }
 
-/* Launch the sends and receives that were started and not launched yet. */
+/* Launch all collected messages. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
 {
     const bool exchange = hub->group_balance == 0;
@@ -354,7 +353,7 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
 
 /* ---- Starting ---------------------------------------------------------------------------------*/
 
-/* Do the steps of a start; the caller turns the error of a step into the communicator's. */
+/* Do the steps of a start. After an error the caller fails the communicator. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
                                               dtrain_nccl__work *work)
@@ -365,7 +364,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
     dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
     if (!message || lane != comm->lane) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    /* A mesh names its axes after the first operations of their communicators: the new lane waits
+    /* A communicator can get its axis later than its first operations. Then the new lane waits
      * for the old one. */
     if (lane != comm->lane) {
         DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
@@ -374,7 +373,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     }
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what));
     work->what = *what;
-    if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
+    if (what->count == 0) { /* send one integer of host memory instead */
         work->single = 1;
         work->what.count = 1;
         work->what.dtype = DTRAIN_DTYPE_I32;
@@ -435,8 +434,8 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
         memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work), recv_bytes);
     if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1 || recv_bytes == 0) return DTRAIN_OK;
 
-    /* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
-     * host. */
+    /* Make the mean from the sum, on the host or on the compute stream, which already waits for the
+     * sum. */
     const double scale = 1.0 / comm->base.size;
     for (size_t i = 0; i < what->count && work->host_recv; i++) {
         float *wide = (float *)what->recv + i;
@@ -484,7 +483,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *do
     if (comm->dead) return dtrain_nccl__comm_error(comm);
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "dtrain_work_test"));
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    if (work->captured) return DTRAIN_OK; /* waiting orders the streams */
+    if (work->captured) return DTRAIN_OK; /* its event has no state; waiting orders the streams */
     if (hub->device->ops->event_query(hub->device, work->record->done, done) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "dtrain_work_test: %s",
                                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));

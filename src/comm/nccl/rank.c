@@ -1,28 +1,26 @@
 /* Objects of a rank, names of operations
  *
- *     hub                       one a rank: library, stream, bounce buffers, the failure
+ *     hub                       one per rank: library, streams, bounce buffers, the failure
  *      |-- comm  (the world)    an NCCL communicator and a list of its last operations
  *      |-- comm  (a split)
- *      |-- comm  (re-created)
  *
- * The communicators of a rank share one stream, of high priority: operations run in the order in
+ * The communicators of a rank share one stream of high priority. Operations run in the order in
  * which they were started, so kernels of two communicators never wait for each other's SMs.
  *
- * The tensor axis has a second one. Its sums are waited for by the next layer, and a bucket of the
- * data axis, which nobody waits for before the optimizer, would stand before them. With two streams
- * a kernel of one communicator could hold SMs that another needs, while on the peer it is the other
- * way round. Not if kernels start on all ranks in one order: the first kernel in it that is not
- * done has started on each of its ranks, or only kernels that are done stand before it. The host
- * launches in one order on all ranks (launch_ordered), and NCCL 2.26 makes kernels start in the
- * host's order where NCCL_LAUNCH_ORDER_IMPLICIT is set; without it there is no second stream.
+ * The tensor axis can have a second stream. The next layer waits for sums of this axis; on one
+ * stream they would queue after buckets of the data axis, which are needed only by the optimizer.
+ * Two streams can deadlock: a kernel of one communicator holds SMs that the other needs, and on the
+ * peer it is the reverse. They do not if kernels start in the same order on all ranks: then the
+ * first unfinished kernel in this order starts on each of its ranks, as all kernels before it are
+ * done. The host launches in one order on all ranks (launch_ordered). From NCCL 2.26 on, kernels
+ * start in the host's order if NCCL_LAUNCH_ORDER_IMPLICIT is set; else there is one stream.
  *
  *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
  *     comm                          '-> all-reduce --| done |--------'
  *
- * Events are created with the communicator and used again and again, without a query in between: a
- * stream that has been told to wait for an event waits for what was recorded before, whatever is
- * recorded in it later. So the steady state neither allocates nor polls, and can be captured in a
- * graph. */
+ * Events are created with the communicator and reused, without a query. A stream that waits for an
+ * event waits for the work before its last record; later records do not change this. So a step
+ * neither allocates nor polls in the steady state, and can be captured in a graph. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -40,8 +38,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory,
     if (memory) hub->allocator.free(hub->allocator.user, memory, bytes);
 }
 
-/* Strip from an error sentence the "rank 3: " that dtrain_fail will put in front of it a second
- * time. */
+/* Remove "rank 3: " from the start of an error sentence: dtrain_fail will add it again. */
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub *hub,
                                                          const char *text)
 {
@@ -52,7 +49,7 @@ DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub 
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-/* By dtrain_collective_kind. */
+/* Indexed by dtrain_collective_kind. */
 static const char *const dtrain_nccl__names[][2] = {{"?", "?"},
                                                     {"dtrain_all_reduce", "all-reduce"},
                                                     {"dtrain_reduce_scatter", "reduce-scatter"},
@@ -75,7 +72,7 @@ DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
     return kind == DTRAIN_COLLECTIVE_SEND || kind == DTRAIN_COLLECTIVE_RECV;
 }
 
-/* Describe an operation in the words that ranks compare, such as "collective 17 on world
+/* Describe an operation in the format that ranks compare, such as "collective 17 on world
  * [all-reduce sum f32 count 100]". */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 const dtrain_nccl__record *record, char *text,

@@ -2,15 +2,15 @@
  *
  * There are three waits:
  *
- *     complete      for a call of ours to take effect: communicators are non-blocking, and while
- *                   NCCL answers ncclInProgress the kernel is not in the stream yet, so no event
- *                   may be recorded behind it
- *     await_event   for an operation with a host buffer: the host polls the event
- *     watch         for the device, called by it: the program waits for its own results, and NCCL's
- *                   kernels among them may be waiting for a dead rank
+ *     complete      until a call of this rank takes effect. Communicators are non-blocking: while
+ *                   NCCL returns ncclInProgress the kernel is not in the stream yet, and no event
+ *                   can be recorded after it
+ *     await_event   until an operation with a host buffer is done: the host polls its event
+ *     watch         until the device has results for the program: the device calls it, because
+ *                   NCCL kernels that these results need can wait for a dead rank
  *
- * Each polls three things: the deadline, NCCL's asynchronous error, and the control plane. A gap
- * between two polls counts as one second at most, so a job that was suspended does not time out. */
+ * Each wait polls the deadline, NCCL's asynchronous error, and the control plane. A gap between two
+ * polls counts as at most one second, so a suspended job does not time out. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -19,9 +19,9 @@ typedef struct dtrain_nccl__timer {
     unsigned turns;
 } dtrain_nccl__timer;
 
-#define DTRAIN_NCCL_YIELDS 200u /* a launch completes within microseconds; peers take longer */
+#define DTRAIN_NCCL_YIELDS 200u /* a launch takes microseconds; waiting for a peer takes longer */
 
-/* Yield or sleep once, and count the time; false when the deadline has passed. */
+/* Yield or sleep once, and add the time; false if the deadline has passed. */
 static bool dtrain_nccl__timer_step(const dtrain_nccl__hub *hub, dtrain_nccl__timer *timer)
 {
     const double now = dtrain_seconds(), gap = timer->turns ? now - timer->last : 0;
@@ -50,8 +50,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, cons
     return DTRAIN_OK;
 }
 
-/* Watch for failures while the device waits (dtrain_device.while_waiting). Cheap when called often:
- * it polls once a millisecond. */
+/* Watch for failures while the host waits for the device (dtrain_device.while_waiting). It is
+ * called often, and polls once a millisecond. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
 {
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)user;
@@ -62,7 +62,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
     hub->last_watch = now;
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "waiting for the device"));
     for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) {
-        /* Record the stream's mark again if it has been passed, else count the time. */
+        /* If the stream has passed its mark, record the mark again; else add the time. */
         dtrain_nccl__stream_mark *mark = &hub->marks[i];
         dtrain_result result = DTRAIN_OK;
         bool passed = true;
@@ -88,7 +88,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
     return DTRAIN_OK;
 }
 
-/* Wait until a call on `nccl`, which returned `result`, has taken effect. */
+/* Wait until a call on `nccl` has taken effect. `result` is the call's return value. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, ncclComm_t nccl,
                                                          ncclResult_t result, const char *call)
 {
@@ -107,7 +107,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, 
     return result == ncclSuccess ? DTRAIN_OK : dtrain_nccl__fail_call(hub, nccl, result, call);
 }
 
-/* Wait until the operation is done; then the host may touch what was staged. */
+/* Wait until the operation is done; then the host can use its buffers. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hub,
                                                             const dtrain_nccl__record *record,
                                                             const char *call)
@@ -126,7 +126,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hu
     }
 }
 
-/* Tell whether the program captures a graph. Then no event may be queried. */
+/* True if a graph is being captured on the compute stream. Then no event can be queried. */
 DTRAIN_NCCL__PRIVATE bool dtrain_nccl__capturing(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
