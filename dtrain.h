@@ -958,86 +958,86 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world);
 
 /* Launch
  *
- * For programs that have no ranks yet (launch/join.h: for others). dtrain_launch starts the local
- * ranks, hands each a world, watches over them and reports how they ended. Started by another
- * launcher as one rank of several, it joins them instead:
+ * For programs that have no ranks yet; for others see launch/join.h. dtrain_launch starts the local
+ * ranks, gives each a world, watches them and reports how they ended. If another launcher started
+ * this process as one of several ranks, dtrain_launch joins these ranks instead:
  *
- *     launcher        what is read, the first complete family wins
+ *     launcher        variables that are read; the first complete family wins
  *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
  *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
  *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
- *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
+ *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., if SLURM_STEP_ID is set
  *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
  *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
- *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
+ *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once per node;
  *                     dtrain_launch forks the ranks of this node
  *
- * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
- * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
- * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
- * join_ms.
+ * Ranks connect by TCP to the host of rank 0: DTRAIN_MASTER_ADDR, else MASTER_ADDR
+ * (PET_MASTER_ADDR), else the host that the launcher's other variables name. The port is
+ * DTRAIN_PORT, else DTRAIN_MASTER_PORT, else MASTER_PORT (29500) + 100, because torchrun itself
+ * listens at MASTER_PORT. Connecting takes at most join_ms.
  *
- * Rank 0 listens at all addresses of its host, and only at the loopback when its address is one.
- * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run continues to wait for
- * its own ranks; a stranger that says nothing holds up nobody. The key itself is not sent, only
- * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
- * away by the network.
+ * Rank 0 listens at all addresses of its host, or only at the loopback if its address is a loopback
+ * address. It refuses strangers and ranks with another DTRAIN_JOB_KEY, and continues to wait for
+ * its ranks; a silent stranger delays nobody. Only hashes made with the key are sent, never the
+ * key. But the traffic is not encrypted: the network must keep readers and writers away.
  *
- * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
- * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
- * says.
+ * Ranks on one host share memory, whether they are joined or forked. An incomplete or contradictory
+ * setting is an error. A launcher that announces one rank is ignored: dtrain_launch forks as its
+ * desc says.
  *
- * Dumps: each rank whose run fails writes flight_directory/flight-RANK.json, which appears whole:
- * its last 256 collectives and messages (communicator, sequence number, kind, reduction, dtype,
- * count, which bucket made the call and the name of its first parameter, state, times on the
- * monotonic clock), and for every rank that shares memory the last call and when it was last inside
- * the library. build/flight DIRECTORY reads the files of all ranks and says who is behind, or who
- * called what. A rank fails when a collective or dtrain_world_poll does (a deadline, a mismatch,
- * another rank), or when rank_main returns another value than 0; the first failure's dump is kept.
- * A restarted rank replaces it at its next failure; give each run its own directory. With
- * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run continues: for
- * a run that seems to hang. With a trace, the collectives are those among its last events.
+ * Dumps: each rank whose run fails writes flight_directory/flight-RANK.json, under this name only
+ * when it is complete. A dump has the last 256 collectives and messages: communicator, sequence
+ * number, kind, reduction, dtype, count, bucket and name of its first parameter, state, times on
+ * the monotonic clock. For every rank that shares memory it has the last call, and the time when
+ * the rank was last inside the library. build/flight DIRECTORY reads the dumps of all ranks, and
+ * names the late rank or the calls that differ. A rank fails when a collective or dtrain_world_poll
+ * fails (a deadline, a mismatch, another rank), or when rank_main does not return 0. A rank keeps
+ * the dump of its first failure. A restarted rank replaces the dump when it fails again; give each
+ * run a separate directory. If a run seems to hang, send SIGUSR2: with catch_signals each rank
+ * dumps at its next call or wait, and continues. With a trace, a dump has the collectives among
+ * the last events of the trace.
  *
  * Signals: with catch_signals, handlers in the ranks note SIGTERM, SIGINT, SIGHUP and SIGUSR1, and
- * waits and collectives continue. dtrain_world_info.stop_requested tells a rank of the signal,
- * which may have come only to this rank, or to each between other steps. So ranks may act on it
- * only when they agree: a trainer exchanges it in each step's record, your own loop by
- * dtrain_world_all_gather. A run whose ranks then return 0 has succeeded, and info.signal has the
- * number; a run that fails is not restarted. A second signal but SIGUSR1, more than a second after
- * the first (until then it may be the same one, sent to the process group and forwarded), ends the
- * process at once. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored. A
- * signal comes to all ranks that are threads. At the end the host has its handlers back. */
+ * waits and collectives continue. dtrain_world_info.stop_requested tells a rank of the signal.
+ * Ranks can get it in different steps, or not at all. So they must agree before they stop: a
+ * trainer exchanges it in each step's record, your own loop by dtrain_world_all_gather. If all
+ * ranks then return 0, the run has succeeded and info.signal has the number. If the run fails, it
+ * is not restarted. A second signal (not SIGUSR1) more than a second after the first ends the
+ * process at once; an earlier one can be the first, sent to the process group and forwarded. If
+ * SIGHUP is ignored when the run begins, as under nohup, it stays ignored. If ranks are threads,
+ * they all get the signal. At the end the host's handlers are restored. */
 
 typedef enum dtrain_launch_mode {
-    DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
-    DTRAIN_LAUNCH_THREADS = 1    /* one thread a rank, for tests and race detectors */
+    DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process per rank */
+    DTRAIN_LAUNCH_THREADS = 1    /* one thread per rank, for tests and race detectors */
 } dtrain_launch_mode;
 
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
-    uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
-                                  default_rank_count; at most DTRAIN_MAX_RANKS */
+    uint32_t rank_count;       /* ranks of the world, at most DTRAIN_MAX_RANKS; 0 = the launcher's
+                                  number, or default_rank_count without a launcher */
     uint32_t mode;             /* dtrain_launch_mode */
     uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / local ranks, at least 1 */
     uint32_t timeout_ms;       /* deadline of every wait for other ranks; 0 = 600000 */
-    uint32_t grace_ms;         /* after the first failure the others get this long; 0 = 5000 */
+    uint32_t grace_ms;         /* time for other ranks to end after the first failure; 0 = 5000 */
     const dtrain_device_ops *device_ops;    /* NULL = CPU */
-    const struct dtrain_comm_ops *comm_ops; /* of the world's communicator; NULL = local, and with a
-                                               GPU local through host memory */
+    const struct dtrain_comm_ops *comm_ops; /* communicator of the world; NULL = local, which uses
+                                               host memory for GPU data */
     uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
-    uint32_t restarts; /* how often in a row the run is started again after a failure, if it makes
-                            no progress; see Restarts. 0 = never */
+    uint32_t restarts; /* limit of restarts in a row without progress, after failures; see
+                          Restarts. 0 = never restart */
     uint32_t
-        backoff_ms;     /* before a restart; doubled for each in a row, at most 64-fold; 0 = 1000 */
-    bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
-                            them: see Signals; SIGUSR2 asks for a dump */
-    uint32_t join_ms;   /* how long ranks of a launcher wait for each other at the start; 0 =
-                         timeout_ms, and not more than five minutes */
-    uint64_t job; /* hash of what the program trains on and how, where the launcher has no name
-                         for the run and there is no DTRAIN_JOB_KEY: of two jobs that meet at one
-                         port, ranks with another hash are turned away for as long as the right one
-                         may still come (ten seconds). 0 = nothing tells such jobs apart */
-    const dtrain_abi *abi; /* &dtrain_header_abi, required where dtrain is a library compiled apart
+        backoff_ms; /* wait before a restart; doubled for each in a row, up to 64-fold. 0: 1000 */
+    bool catch_signals; /* true: SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop and do not
+                            kill them, and SIGUSR2 asks for a dump: see Signals */
+    uint32_t join_ms;   /* limit of the wait for other joined ranks at the start; 0 = timeout_ms,
+                           at most five minutes */
+    uint64_t job; /* hash of the program's settings and data, for a run without DTRAIN_JOB_KEY and
+                         without a name from its launcher. If two jobs meet at one port, rank 0
+                         refuses ranks with another hash, but accepts one if the right rank has not
+                         come after ten seconds. 0 = no hash */
+    const dtrain_abi *abi; /* &dtrain_header_abi, required if dtrain is a library compiled apart
                               (core/abi.h); NULL = program and library are compiled together */
     dtrain_world_options options;
 } dtrain_launch_desc;
@@ -1047,8 +1047,8 @@ typedef struct dtrain_launch_info {
     uint32_t rank_count;
     int first_failed_rank; /* -1: none failed */
     int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
-    int signal;            /* the signal that ended the first failed rank, else the one that asked
-                              the run to stop; 0: none */
+    int signal;            /* signal that ended the first failed rank, else signal that asked the
+                              run to stop; 0: none */
     double seconds;
     uint32_t restart_count; /* see dtrain_world_info */
 } dtrain_launch_info;
@@ -1056,57 +1056,56 @@ typedef struct dtrain_launch_info {
 /* The main function of a rank. Its return value is the rank's exit status: 0 = success. */
 typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 
-/* Start desc->rank_count ranks that each run rank_main, wait for all of them, and return DTRAIN_OK
- * when all returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank
- * that failed first and how. Ranks still running grace_ms after a failure are killed, and ranks
- * that are stopped (SIGSTOP) for timeout_ms after all others have ended.
+/* Start desc->rank_count ranks, run rank_main in each, and wait for all of them. Return DTRAIN_OK
+ * if all returned 0; else DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the first failed
+ * rank and how it failed. Ranks that still run grace_ms after a failure are killed; so are ranks
+ * that are still stopped (SIGSTOP) timeout_ms after all others have ended.
  *
- * Processes: call it before starting threads and before touching much memory (fork copies page
- * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
- * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 that reach the parent are forwarded to
- * every rank; no handler is installed in the parent, and the signal mask is restored before the
- * call returns. The second request to stop (one of the first four, more than a second after the
- * first) kills the ranks. If the parent dies, the ranks die with it (Linux).
+ * Processes: call it before the program starts threads or touches much memory (fork copies page
+ * tables). Ranks end by _exit after flushing stdio, so they run none of the parent's atexit
+ * handlers. The parent forwards SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 to every
+ * rank. It installs no handler, and restores the signal mask before the call returns. The second
+ * request to stop (one of the first four, more than a second after the first) kills the ranks. If
+ * the parent dies, the ranks die with it (Linux).
  * Threads: rank_main must not use non-constant globals; a rank that hangs cannot be killed.
  *
- * Joined ranks: rank_main runs in the calling process, which is one rank; the result is that rank's
- * own. Rank 0 returns when all ranks have ended, or grace_ms after a failure, and reports the first
- * failure of any. When a rank fails and TORCHELASTIC_ERROR_FILE is set, torchrun finds the sentence
- * there.
+ * Joined ranks: the calling process is one rank and runs rank_main; the result is the result of
+ * this rank. Rank 0 returns when all ranks have ended, or grace_ms after a failure, and reports the
+ * first failure of any rank. If TORCHELASTIC_ERROR_FILE is set, a failed rank writes its error
+ * sentence there for torchrun.
  *
- * Restarts: with desc->restarts, a run in which a rank fails (it returns another value than 0,
- * crashes, is killed, or hangs until the deadline) is started again. When all ranks have ended, a
- * warning with the sentence of the first failure is logged, and after a wait all ranks start anew,
- * with memory as it was before the call; what they know of the run before is what they saved. When
- * the ranks have announced a further step than any attempt before (dtrain_world_progress), the
- * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
- * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
- * A run whose first failure is that a call was refused (DTRAIN_ERROR_ARGUMENT, _USAGE,
- * _UNSUPPORTED or _DATA) is not restarted, unless a step was announced before: it would fail again.
- * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
- * with 128 + signal as exit code. Ranks that are threads are restarted too, but what they have not
- * freed stays.
+ * Restarts: with desc->restarts, a run is started again after a rank has failed: it returned
+ * another value than 0, crashed, was killed, or hung until the deadline. When all ranks have ended,
+ * a warning gives the first failure, and after a wait all ranks start again. Their memory is as it
+ * was before the call, so they load what they saved. If the ranks announced a further step than all
+ * attempts before (dtrain_world_progress), the count in a row and the wait begin again. After
+ * desc->restarts in a row without progress the call returns DTRAIN_ERROR_RANK_FAILED, with the
+ * crash loop and the last failure in the sentence. A run is not restarted if its first failure is a
+ * refused call (DTRAIN_ERROR_ARGUMENT, _USAGE, _UNSUPPORTED or _DATA) and no step was announced: it
+ * would fail again. A run that a signal asked to stop is not restarted. A signal during the wait
+ * ends the run, with the exit code 128 + signal. Ranks that are threads are restarted too; memory
+ * that they have not freed stays allocated.
  *
- * Ranks of another launcher, and those that this call forks on one node of several (TrainJob), are
- * not restarted by this call, because one node cannot start again without the others: restarts is
- * ignored. info->exit_code is not 0 after a failure: return it from main, and that launcher starts
- * all of them again, if it is told to: torchrun --max-restarts, backoffLimit or maxRestarts of
+ * This call does not restart ranks of another launcher, nor ranks that it forks on one of several
+ * nodes (TrainJob), because a node cannot start again without the others: restarts is ignored.
+ * After a failure info->exit_code is not 0: return it from main. Then the other launcher starts all
+ * ranks again, if it is configured to: torchrun --max-restarts, backoffLimit or maxRestarts of
  * Kubernetes, sbatch --requeue.
  *
- * desc and info may be NULL. */
+ * desc and info can be NULL. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
 
-/* Which ranks a launch starts from this process, and of how many. */
+/* The ranks that a launch starts from this process. */
 typedef struct dtrain_launch_place {
-    int rank_count;                /* of the world */
-    int first_rank, started_count; /* the ranks that this process starts, or the one that it is */
-    int host_rank_count;           /* ranks of this host; 0: its launcher does not say */
-    uint32_t restart_count;        /* restarts so far, by the launcher around this process */
+    int rank_count;                /* ranks of the world */
+    int first_rank, started_count; /* ranks that this process starts, or the rank that it is */
+    int host_rank_count;           /* ranks of this host; 0: the launcher does not say */
+    uint32_t restart_count;        /* restarts so far by the launcher around this process */
 } dtrain_launch_place;
 
-/* Tell which ranks dtrain_launch would start with this desc and the environment as it is, and start
- * nothing. The result is that of dtrain_launch's own checks: after an error (half a setting, a
+/* Tell which ranks dtrain_launch would start with this desc in this environment; start nothing. The
+ * checks and errors are the same as in dtrain_launch. After an error (an incomplete setting, a
  * contradiction) *place is zeros. */
 DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
                                             dtrain_launch_place *place);
@@ -1115,9 +1114,9 @@ DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
 
 /* Join: a guest in a program that already runs in parallel
  *
- * A solver with MPI, a CUDA trainer, a Fortran code, a plugin: its processes exist, know their
- * ranks and can gather a few bytes. With that its ranks, or a part of them, become the members of a
- * world:
+ * The processes of an MPI solver, a CUDA trainer, a Fortran code or a plugin exist already. They
+ * know their ranks and can gather a few bytes. All its ranks, or some of them, can become the
+ * members of a world:
  *
  *     dtrain_join_desc desc = {rank, size, my_all_gather, my_data};
  *     dtrain_world *world;
@@ -1126,51 +1125,51 @@ DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
  *     dtrain_world_leave(world);
  *
  * A guest forks nothing, opens no port, reads no environment, changes no signal, ends no process
- * and prints nothing. After dtrain_world_leave no thread, descriptor, mapping or memory is left.
- * The bits are those of the same ranks under dtrain_launch. docs/guest.md has the details.
+ * and prints nothing. dtrain_world_leave frees every thread, descriptor, mapping and memory. The
+ * results have the same bits as with dtrain_launch and the same ranks. See docs/guest.md.
  *
  * Members on one host find each other's memory through the all-gather. Members on several hosts
- * need a communicator that crosses them: MPI (dtrain_world_join_mpi), or NCCL for device memory.
+ * need a communicator that crosses hosts: MPI (dtrain_world_join_mpi), or NCCL for device memory.
  *
- * A member that dies ends the others' calls with DTRAIN_ERROR_PEER and a sentence, within two
- * seconds on one host. A host over MPI must let its ranks outlive one another for this: most
- * launchers end all of them. On several hosts a rank of the same host reports it; where none is
- * left there, MPI or NCCL does, at the latest at the deadline. The host can continue without the
- * world: dtrain_world_leave then frees it. Ranks of the host that are no members are never waited
- * for. */
+ * If a member dies, the calls of the others return DTRAIN_ERROR_PEER with a sentence, within two
+ * seconds on one host. With MPI, the host's ranks must survive the death of another rank; most
+ * launchers end all ranks instead. On several hosts, a member on the dead member's host reports the
+ * death. If there is none, MPI or NCCL reports it, at the latest at the deadline. The host can
+ * continue without the world, which dtrain_world_leave then frees. The host's ranks that are not
+ * members are never waited for. */
 
-/* The host's all-gather among the members, which blocks: all (size * bytes) receives every member's
- * `mine` (bytes, at most 8 KiB), in rank order. Return 0, or the host's number of an error. */
+/* The host's all-gather among the members, which blocks. all (size * bytes) receives `mine` (bytes,
+ * at most 8 KiB) of every member in rank order. Returns 0, or an error number of the host. */
 typedef int (*dtrain_host_gather_fn)(void *user, const void *mine, void *all, size_t bytes);
 
-/* Zero means default, but for the first three. */
+/* Zero means default, but not in rank, size and all_gather. */
 typedef struct dtrain_join_desc {
-    int rank, size;                   /* of this member, from 0; of all, at most DTRAIN_MAX_RANKS */
-    dtrain_host_gather_fn all_gather; /* called inside of dtrain_world_join, never later */
-    void *user;                       /* handed to all_gather */
-    uint32_t timeout_ms;              /* deadline of every wait for other members; 0 = 600000 */
-    uint32_t threads;                 /* compute threads of this member; 0 = 1 */
-    const dtrain_device_ops *device_ops;    /* NULL = CPU; a GPU is the calling thread's current */
-    void *stream;                           /* cudaStream_t of the host, on which kernels and copies
-                                               are queued; NULL = one that the world makes */
-    const struct dtrain_comm_ops *comm_ops; /* NULL = local; MPI over several hosts; with a GPU
-                                               local through host memory */
+    int rank, size;                      /* this member's rank; number of members, 1 to 256 */
+    dtrain_host_gather_fn all_gather;    /* called only inside dtrain_world_join */
+    void *user;                          /* argument of all_gather */
+    uint32_t timeout_ms;                 /* deadline of every wait for other members; 0 = 600000 */
+    uint32_t threads;                    /* compute threads of this member; 0 = 1 */
+    const dtrain_device_ops *device_ops; /* NULL = CPU; a GPU is the calling thread's current */
+    void *stream;                        /* the host's cudaStream_t for kernels and copies, or
+                                               NULL = a new stream */
+    const struct dtrain_comm_ops *comm_ops; /* NULL = local, or MPI on several hosts; local uses
+                                               host memory for GPU data */
     const void *comm_given; /* for comm_ops: MPI_Comm *, or dtrain_nccl_given *; read by the join */
-    const dtrain_abi *abi;  /* as in dtrain_launch_desc */
+    const dtrain_abi *abi;  /* see dtrain_launch_desc */
     dtrain_world_options options;
 } dtrain_join_desc;
 
-/* Make a world of the members that call it, this one included. Collective: it blocks in all_gather
- * until all have come, at most as long as that does. Calls of the world belong to one thread at a
- * time. A process can have several worlds at once, and members can be threads of one process.
+/* Make a world of all members, each of which calls this function. Collective: it blocks in
+ * all_gather until all members have called it; only all_gather can limit this wait. One thread at a
+ * time can use a world. A process can have several worlds, and its threads can be members.
  *
- * Where one member fails, all fail, with its sentence, and *out is NULL. A member that cannot even
- * call all_gather (desc or out NULL, a size of 0) leaves the others to the host's all-gather. */
+ * If one member fails, all fail with its sentence, and *out is NULL. But a member that cannot call
+ * all_gather (desc or out is NULL, size is 0) leaves the others waiting in it. */
 DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_world **out);
 
-/* Leave a world of dtrain_world_join and free all of it: destroy its strategies and optimizers
- * first. Collective, at most until the deadline; the result is that of waiting for the others, the
- * world is freed in any case. NULL is OK. */
+/* Leave a world of dtrain_world_join and free all of it; destroy its strategies and optimizers
+ * before. Collective: it waits for the other members, at most until the deadline, and returns the
+ * result of this wait. The world is freed in any case. NULL is OK. */
 DTRAIN_API dtrain_result dtrain_world_leave(dtrain_world *world);
 
 /* ==== src/comm/comm.h ========================================================================= */
@@ -1618,8 +1617,8 @@ typedef struct dtrain_param {
 
 /* Strategies
  *
- * A strategy says where parameters, gradients and optimizer state live across the ranks, and moves
- * them. A training loop written once runs under every kind by changing one field:
+ * A strategy decides where parameters, gradients and optimizer state are kept across the ranks, and
+ * moves them. One field selects the kind; the training loop is the same for all kinds:
  *
  *     kind            parameters  gradients   optimizer   sent per step and rank, P = model
  *     DDP             whole       whole       whole       2(N-1)/N P   all-reduce
@@ -1632,30 +1631,30 @@ typedef struct dtrain_param {
  *                                                         all-reduce of 1/G across nodes
  *
  * (Li et al., "PyTorch Distributed", VLDB 2020; Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
- * "PyTorch FSDP", VLDB 2023.) ZERO3 leaves tensors whole and gives every rank about as many
- * elements: what optimizers of whole matrices need.
+ * "PyTorch FSDP", VLDB 2023.) ZERO3 gives whole tensors to the ranks, about as many elements to
+ * each, for optimizers that need whole matrices.
  *
- * Hooks, called by the tape or by a program with its own backward:
+ * Hooks, called by the tape or by a program with a separate backward:
  *
- *     gather(unit, pass)   before a unit's forward, and before its backward: its parameters are
- *                          whole, and in backward there is a place for its gradients
- *     release(unit)        after it
- *     ready(param)         this gradient is final for this backward
- *     finish()             the end of a backward: gradients, or this rank's shards of them, are the
- *                          mean
- *     publish()            after this rank's shards were updated; dtrain_optimizer_step calls it
+ *     gather(unit, pass)   before a unit's forward, and before its backward: its parameters become
+ *                          whole, and in backward its gradients get memory
+ *     release(unit)        after the unit's forward, and after its backward
+ *     ready(param)         when a gradient is final for this backward
+ *     finish()             at the end of a backward: gradients, or this rank's shards of them,
+ *                          become the mean
+ *     publish()            after the update of this rank's shards; dtrain_optimizer_step calls it
  *
- * Forward gathers units in the order in which they appear in the array, backward in the opposite
- * order; the next one is fetched meanwhile. Kinds that keep parameters and gradients whole (DDP,
- * ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below it param->grad is
- * memory for one unit's backward, and only shards() shows reduced gradients; in FULL_SHARD and
- * below param->value is NULL outside gather and release.
+ * Forward gathers units in the order of the array, backward in the reverse order. The next unit is
+ * fetched at the same time. Kinds that keep parameters and gradients whole (DDP, ZERO1) need no
+ * gather and no release. In SHARD_GRAD_OP and the kinds below it, param->grad is memory for the
+ * backward of one unit, and only shards() shows reduced gradients. In FULL_SHARD and the kinds
+ * below it, param->value is NULL outside gather and release.
  *
- * Ranks may differ in which gradients they have and in the order in which they become ready, in
- * which units backward comes to, and in who owns the memory of gradients.
+ * Ranks can differ in the gradients that they have and their order of ready, in the units that
+ * backward visits, and in who owns the memory of gradients.
  *
- * A tensor that several units use (tied weights) is registered once and has an alias in each other
- * unit: it stays whole from its first gather in a step to the update. */
+ * A tensor that several units use (tied weights) is registered once, and has an alias in each
+ * other unit. It stays whole from its first gather in a step to the update. */
 
 typedef struct dtrain_strategy dtrain_strategy;
 
@@ -1671,22 +1670,22 @@ typedef enum dtrain_strategy_kind {
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
-    /* counts as zeros on that rank. If no rank has one in the whole step, optimizers leave the
-     * parameter, its moments and its count of steps alone, as torch does without a .grad */
+    /* zeros on this rank. If no rank has the gradient in the whole step, optimizers change neither
+     * the parameter nor its moments and step count, as torch does without a .grad */
     DTRAIN_MISSING_GRADIENT_SKIP = 0,
-    DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names it */
-    /* counts as zeros: old moments and weight decay still move it, unless it is frozen */
+    DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names the parameter */
+    /* zeros: old moments and weight decay still change the parameter, unless it is frozen */
     DTRAIN_MISSING_GRADIENT_ZERO = 2
 } dtrain_missing_gradient;
 
-/* When sharded gradients are reduced in a step of several micro-batches; whole ones: the last. */
+/* When a step with several micro-batches reduces sharded gradients. Whole ones: in the last. */
 typedef enum dtrain_accumulation {
-    /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
+    /* SHARD_EVERY for HYBRID_SHARD, EVERY for other kinds with sharded gradients, else LAST */
     DTRAIN_ACCUMULATION_DEFAULT = 0,
-    /* in the last backward only: least communication, but every rank holds whole gradients */
+    /* in the last backward: least communication, but every rank holds whole gradients */
     DTRAIN_ACCUMULATION_LAST = 1,
-    /* in every backward: sharded gradients stay sharded. Refused for DDP and ZERO1, which would pay
-     * for it and gain nothing */
+    /* in every backward: sharded gradients stay sharded. DDP and ZERO1 refuse it, because it would
+     * cost time and save no memory */
     DTRAIN_ACCUMULATION_EVERY = 2,
     /* HYBRID_SHARD: inside nodes in every backward, across nodes in the last */
     DTRAIN_ACCUMULATION_SHARD_EVERY = 3
@@ -1696,125 +1695,125 @@ struct dtrain_compression_desc; /* strategy/compression.h */
 
 #define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX /* for optimizer_states: SGD without momentum */
 
-/* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
+/* Zero means default: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
     uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
-    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = zeros, or skipped; a warning once */
-    uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
-    uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
-                                   travel as, in kinds that shard them; shards stay fp32 */
-    uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
+    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = SKIP, with one warning */
+    uint32_t accumulation;     /* dtrain_accumulation; 0 = the default of the kind */
+    uint32_t param_dtype;      /* F32 (0), BF16 or F16: dtype in which kinds that shard parameters
+                                   gather them; shards stay fp32 */
+    uint32_t reduce_dtype;     /* F32 (0), BF16 or F16: dtype of sent gradients; sums are fp32 */
     uint32_t offload;          /* DTRAIN_OFFLOAD_*, see strategy/memory.h; 0 = nothing */
-    uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
+    uint32_t node_size;        /* ranks per node, for HYBRID_SHARD and hierarchical; 0 = ranks per
                                    host */
-    bool no_overlap;           /* communicate in finish and gather only; with the same bits */
-    bool keep_after_forward;   /* kinds that shard parameters: units stay gathered from their first
-                                   gather to the update. More memory, one gather less; false:
-                                   release frees a unit between forward and backward too */
-    bool hierarchical;         /* reduce and gather node by node; see strategy/compression.h. Not
-                                   for ZERO3, nor for HYBRID_SHARD, which does it by itself */
-    size_t bucket_bytes;       /* 0 = 25 MiB, and 1 MiB for the first one; where gradients are
-                                  sharded, a unit is a bucket */
-    uint64_t memory_limit;     /* AUTO: bytes a rank may use; 0 = what is left of the launch's
-                                   memory_limit, and without one 15/16 of what is free */
-    uint64_t other_bytes;      /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                   activations (dtrain_trainer_plan), the process */
-    uint32_t optimizer_states; /* AUTO and planning: fp32 tensors of optimizer state a parameter;
+    bool no_overlap;           /* true: communicate only in finish and gather; the bits are equal */
+    bool keep_after_forward;   /* true: units of kinds that shard parameters stay gathered from
+                                   their first gather to the update: more memory, one gather less.
+                                   false: release also frees a unit between forward and backward */
+    bool hierarchical;         /* true: reduce and gather node by node, see strategy/compression.h;
+                                   not for ZERO3, nor for HYBRID_SHARD, which always does it */
+    size_t bucket_bytes;       /* bytes of a bucket; 0 = 25 MiB, and 1 MiB for the first bucket. If
+                                  gradients are sharded, a bucket is a unit */
+    uint64_t memory_limit;     /* AUTO: limit of a rank in bytes; 0 = the rest of the launch's
+                                   memory_limit, or without one 15/16 of free memory */
+    uint64_t other_bytes;      /* AUTO: bytes of a rank besides strategy and optimizer: activations
+                                   (dtrain_trainer_plan), the process */
+    uint32_t optimizer_states; /* AUTO and planning: fp32 tensors of optimizer state per parameter;
                                    0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
-    const uint32_t *group_states; /* (group_count) the same for parameters of the groups 1, 2, ...
-                                     of an optimizer; of groups behind them it is
-                                     optimizer_states. Read in create */
+    const uint32_t *group_states; /* (group_count) optimizer_states of parameters in the optimizer's
+                                     groups 1, 2, ...; other groups have optimizer_states. Read in
+                                     create */
     uint32_t group_count;
-    uint64_t init_seed; /* for parameters the library initialises */
-    dtrain_comm *comm;  /* NULL = all ranks of the world, or the mesh's */
-    /* Which axes there are; it stays until the strategy is destroyed. NULL = all ranks of comm are
-     * the data axis. */
+    uint64_t init_seed; /* for parameters that the library initialises */
+    dtrain_comm *comm;  /* NULL = all ranks of the world, or of the mesh */
+    /* The axes of the ranks; must exist until the strategy is destroyed. NULL = all ranks of comm
+     * are the data axis. */
     const dtrain_mesh *mesh;
-    const dtrain_pipeline_desc *pipeline; /* which units each stage of a pipeline axis has; NULL =
-                                             one stage a rank, evenly. Read in create */
+    const dtrain_pipeline_desc *pipeline; /* the units of each pipeline stage; NULL = one stage per
+                                             rank, evenly. Read in create */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, cuts,
- * units, flags, initialisation and the desc, except no_overlap where parameters are whole; a
- * difference is DTRAIN_ERROR_MISMATCH naming the field, values and rank), allocates what the
- * host left NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one
- * rank is an error on all. desc NULL = a zeroed one.
+/* Make a strategy. Collective. It compares what all ranks have registered: names, shapes, cuts,
+ * units, flags, initialisation and the desc (no_overlap only if parameters are sharded). If ranks
+ * differ, DTRAIN_ERROR_MISMATCH names field, values and rank. It allocates arrays that are NULL,
+ * initialises values or broadcasts rank 0's, and plans the buckets. An error on one rank is an
+ * error on all. desc NULL = a zeroed one.
  *
- * Values the library initialises are drawn element by element from their place in the model: every
- * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
- * model. Kinds that shard parameters own them: value must be NULL. Values of the host's own are
- * copied to and from flat memory in ZERO1 and SHARD_GRAD_OP.
+ * Elements that the library initialises depend only on seed and place in the model. So every kind
+ * and world size starts from the same bits, and no rank ever holds the whole of a sharded model.
+ * Kinds that shard parameters own them: value must be NULL. ZERO1 and SHARD_GRAD_OP copy the host's
+ * values to and from flat memory.
  *
- * With a mesh the kind does its work along the data axis, on this rank's part of each parameter
- * (dtrain_param.cut), and averages are over that axis alone. All ranks of the mesh agree on
- * errors, norms and steps to be left out. Ranks of one tensor axis run the same program on the
- * same samples. Under sequence parallelism gradients of what is not cut are those of this rank's
- * rows, and are summed over the tensor axis first. Values of the host's own are rank 0's of each
- * axis. */
+ * With a mesh the kind works along the data axis, on this rank's part of each parameter
+ * (dtrain_param.cut), and averages over this axis only. All ranks of the mesh agree on errors,
+ * norms and skipped steps. Ranks of one tensor axis run the same program on the same samples. Under
+ * sequence parallelism, the gradient of a parameter without a cut covers this rank's rows, and is
+ * first summed over the tensor axis. The host's values come from rank 0 of the data axis and, for
+ * parameters without a cut, of the tensor axis. */
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
- * Local. In the middle of a backward the communicator fails, so that no other rank waits. */
+/* Free a strategy and the library's memory; pointers of params to it become NULL. Local. In the
+ * middle of a backward it fails the communicators, so that no other rank waits. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } dtrain_pass;
 
-/* Gather a unit's parameters before its forward or backward: they are whole until release; and in
- * backward give its gradients, those between this call and the gather of another unit, a place.
- * Collective where parameters or gradients are sharded: ranks gather the same units in forward; in
- * backward each may step over units, and a unit may be gathered again while no other one was. A
- * unit that is not due (forward begins with the first and goes to the next, backward to an earlier
- * one) is an error that names the one that is.
+/* Gather a unit's parameters before its forward or backward: they are whole until release. In
+ * backward it also gives memory to the unit's gradients, until another unit is gathered. Collective
+ * if parameters or gradients are sharded: ranks gather the same units in forward. In backward each
+ * rank can step over units, and can gather a unit again if it has gathered no other one since.
+ * Forward begins with the first unit and continues with the next; backward goes to earlier units. A
+ * gather of a unit that is not due is an error.
  *
- * Forward inside a backward makes activations again: of one or two units whose backward comes next,
- * or of more when the last of them has been gathered for backward before and not yet released. All
- * ranks make the same forwards, also one that has no gradients there; a rank that has stepped over
- * all units so far gathers one for backward before a forward of the first unit, which would begin
- * another pass. */
+ * A forward inside a backward recomputes activations, of the one or two units whose backward comes
+ * next. It can cover more if the last of them is gathered for backward and not released. All ranks
+ * make the same forwards, even without gradients in these units. A forward of the first unit begins
+ * another pass on a rank whose backward has stepped over all units: this rank first gathers one for
+ * backward. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
                                                 dtrain_pass pass);
 /* Release a unit's parameters after its forward or backward, if they are gathered. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
-/* Mark params[index]'s gradient final for this backward; communication of its bucket may start.
- * Every trainable entry is marked once per backward, an alias and its target each. Marking one
- * twice between two finishes, or where gradients are sharded outside its unit's backward, is an
- * error that names it. Never blocks for other ranks. */
+/* Mark params[index]'s gradient final for this backward: communication of its bucket can start.
+ * Mark every trainable entry once per backward, an alias and its target each. Marking one twice
+ * between two finishes or, if gradients are sharded, outside its unit's backward is an error that
+ * names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
-/* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
- * backward the gradients, or this rank's shards of them, hold the mean over all samples of the step
- * (dtrain_strategy_weight), and buffers (DTRAIN_PARAM_BUFFER) the mean over the ranks.
- * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
- * next step may go on. */
+/* End a backward: handle parameters that were not marked, and wait for all buckets. After a step's
+ * last backward the gradients, or this rank's shards of them, are the mean over all samples of the
+ * step (dtrain_strategy_weight), and buffers (DTRAIN_PARAM_BUFFER) the mean over the ranks.
+ * DTRAIN_MISSING_GRADIENT_ERROR adds a small all-reduce, so that all ranks fail together; the
+ * program can continue with the next step. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
-/* Say whether further micro-batches of this step follow the next backward: true before every
- * micro-batch but the last, false before the last (and where there is only one). While true, finish
- * leaves the step open and gradients add up, here or in shards as desc.accumulation says (a host's
- * own backward must add where param->state.grad_written, the tape does it by itself). Changing it
- * in the middle of a backward is an error. */
+/* Tell whether this step has further micro-batches after the next backward: true before every
+ * micro-batch but the last, and false before the last or only one. While true, finish leaves the
+ * step open and gradients add up, whole or in shards as desc.accumulation says. The tape adds by
+ * itself; another backward must add if param->state.grad_written. Changing it in the middle of a
+ * backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
-/* Set the weight of the backward under way, or of the next one; it is 1 if this is not called. The
- * backward's gradients are the sum over its samples divided by a unit, which is the same on every
- * rank and in every micro-batch; its weight is the number of its samples divided by that unit. With
+/* Set the weight of the backward in progress, or of the next one; the default is 1. Gradients of a
+ * backward are the sum over its samples divided by a full batch, a number that is the same on every
+ * rank and in every micro-batch. The weight is its number of samples divided by a full batch. With
  * `rows` targets of which `valid` count: (sum over valid) / rows, and valid / rows. The step's last
  * finish makes the mean over all samples of the step. If all weights are 0, no parameter changes.
- * Ranks that hold parts of one model have the same samples, and give the same weight.
+ * Ranks that hold parts of one model have the same samples, and must set the same weight.
  *
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
- * cross-entropy that are not ignored, and the elements of other losses (of several, see
- * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. Local. */
+ * cross-entropy that are not ignored, and the elements of other losses (for several, see
+ * dtrain_add). A sum, or another loss of the program, does not change the weight. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
-/* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
- * theirs: in place of forward, backward and finish, with a weight of 0 (torch calls this Join). The
- * mean is over the ranks that have data. *over becomes true, on all ranks, when a step ends in
- * which none had any. Collective; everything else of a step stays, accumulate, clipping, update:
+/* Take part in a micro-batch of the other ranks without a batch, when this rank's data has ended
+ * first (torch calls this Join). It replaces forward, backward and finish, with a weight of 0. The
+ * mean is over the ranks that have data. *over becomes true on all ranks after a step in which no
+ * rank had data. Collective. The rest of a step is unchanged (accumulate, clipping, update):
  *
  *     while (!over) {
  *         if (has_batch(data)) train(data);   // forward, backward, dtrain_strategy_finish
@@ -1822,34 +1821,33 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
  *         dtrain_optimizer_step(optimizer, lr, 1);
  *     }
  *
- * Gathers each unit once, in forward and in backward: a backward of the program's own that gathers
- * units for forward again has no rank that joins. Where a batch normalisation is over several
- * ranks, either all of them join or none (DTRAIN_ERROR_MISMATCH). Buffers of a rank that joins
- * count in their mean. */
+ * It gathers each unit once in forward and once in backward. So no rank can join if the program's
+ * backward gathers units for forward again. If several ranks share a batch normalisation, all must
+ * join or none (DTRAIN_ERROR_MISMATCH). Buffers of a rank that joins count in their mean. */
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
 
-/* A flat slice of a parameter that this rank's optimizer updates, in fp32 unless its dtype is F64;
- * at most one a parameter. Under DDP every trainable parameter is one, whole. After updating them
- * (all ranks, or none) call publish. */
+/* A flat slice of a parameter that this rank's optimizer updates, at most one per parameter; fp32,
+ * or fp64 if dtype is F64. Under DDP every trainable parameter is one whole slice. After the
+ * optimizer has updated the slices (all ranks, or none) call publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
-    int64_t offset; /* first element within the parameter; of one that a tensor axis cuts, within
-                       this rank's part of it */
+    int64_t offset; /* first element within the parameter; if a tensor axis cuts the parameter,
+                       within this rank's part of it */
     int64_t count;
     float *value;
     const float *grad;
-    void *typed_value; /* doubles in place of the two above, where dtype is F64 */
+    void *typed_value; /* doubles in place of the two above, if dtype is F64 */
     const void *typed_grad;
 } dtrain_shard;
 
-/* List what the optimizer updates on this rank, between finish and publish. Local. The list is
- * valid until the strategy is destroyed. An error in the middle of a backward and between the
- * micro-batches of a step, when gradients are not yet the mean; so are publish, an optimizer's step
- * and the norm of gradients. */
+/* List the slices that the optimizer updates on this rank, between finish and publish. Local. The
+ * list is valid until the strategy is destroyed. An error in the middle of a backward and between
+ * micro-batches of a step, because gradients are not yet the mean; likewise publish, an optimizer's
+ * step and the norm of gradients. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
-/* Bring updated shards to where the next forward reads them. Collective. */
+/* Send updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 /* ==== src/strategy/query.h ==================================================================== */
@@ -4511,12 +4509,12 @@ static inline int dtrain_mpi_gather(void *user, const void *mine, void *all, siz
                          *(MPI_Comm *)user);
 }
 
-/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD; desc: what
- * else is wanted, or NULL. MPI has been initialised, at any thread level, which is kept to: below
- * MPI_THREAD_SERIALIZED the main thread makes all calls of the world. On several hosts data travels
- * over a duplicate of `comm`, which leaving frees. A host that is to survive the end of another
- * rank ignores SIGPIPE: MPI writes to sockets. The host's mpicc compiles this, so a libdtrain.so
- * knows no MPI; it then serves members of one host. Fortran hands in MPI_Comm_f2c(handle). */
+/* Join with the ranks of an MPI communicator, which can be any part of MPI_COMM_WORLD. desc has
+ * further settings, or is NULL. MPI must be initialised, at any thread level; below
+ * MPI_THREAD_SERIALIZED only the main thread can use the world. On several hosts data travels over
+ * a duplicate of `comm`, which dtrain_world_leave frees. A host must ignore SIGPIPE to survive the
+ * end of another rank, because MPI writes to sockets. The host's mpicc compiles this function: a
+ * libdtrain.so has no MPI and serves one host only. Fortran passes MPI_Comm_f2c(handle). */
 static inline dtrain_result dtrain_world_join_mpi(MPI_Comm comm, const dtrain_join_desc *desc,
                                                   dtrain_world **out)
 {
@@ -11851,34 +11849,34 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
  *
  *     dtrain_world_join
  *         world_create       as for other ranks (rank.c), with two differences:
- *             guest_meet     the host's all-gather is the world's ...
- *             find_page      ... until the members of one host share a control page (world/page.c)
+ *             guest_meet     the world gathers with the host's all-gather ...
+ *             find_page      ... until members of one host share a control page (world/page.c)
  *             device, communicator
- *         the last gathering, so that nobody has a world unless all have
+ *         a last gather, so that all members have a world or none has
  *
- * On several hosts no page is shared, and the world gathers over its communicator from then on.
+ * Members on several hosts share no page: the world then gathers over its communicator.
  *
- * The host's all-gather has no deadline, and a member that fails must not leave the others in it.
- * So a record says how its member does: one that fails takes part in one more gathering with its
- * error, all others find it there and give up too. All records have one size, because the member
- * that fails does not know what the others gather. Once the page is shared, an abort does it. */
+ * The host's all-gather has no deadline, so a failed member must not leave the others in it. The
+ * failed member takes part in one more gather, with its error in its record. All others find the
+ * error and fail too. All records have the same size, because a failed member does not know which
+ * gather comes next. When members share a page, an abort replaces this. */
 
 typedef struct dtrain__guest_record {
-    int32_t code, rank, size; /* code: not DTRAIN_OK: data is the sentence of a member that fails */
-    uint32_t bytes;           /* of data */
+    int32_t code, rank, size; /* code: result of this member; an error: data is its sentence */
+    uint32_t bytes;           /* bytes of data */
     char data[DTRAIN_WORLD_ALL_GATHER_BYTES];
 } dtrain__guest_record;
 
 struct dtrain__guest {
-    dtrain_host_gather_fn all_gather; /* NULL: no more gatherings with the host's */
+    dtrain_host_gather_fn all_gather; /* NULL: can no longer be called */
     void *user;
     int rank, size;
-    size_t bytes;                   /* of this mapping */
+    size_t bytes;                   /* bytes of this mapping */
     dtrain__guest_record own, *all; /* all: (size) */
 };
 
-/* Gather with the host's function. Whatever fails in a gathering fails on all members in the same
- * one, which is then the last. */
+/* Gather with the host's function. A gather that fails on one member fails on all, and is the
+ * last. */
 static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result code,
                                             const void *data, size_t bytes)
 {
@@ -11913,7 +11911,7 @@ static dtrain_result dtrain__guest_exchange(dtrain__guest *guest, dtrain_result 
     return DTRAIN_OK;
 }
 
-/* Put gathered records where dtrain__gathered finds them. */
+/* Store gathered records for dtrain__gathered. */
 static void dtrain__guest_keep(dtrain_world *world, const char *from, size_t stride, size_t bytes)
 {
     const size_t half = ++world->gather_count % 2;
@@ -11931,7 +11929,7 @@ static dtrain_result dtrain__guest_gather(dtrain_world *world, const void *mine,
     return DTRAIN_OK;
 }
 
-/* Gather over the communicator of all members, in whole elements. */
+/* Gather over the world's communicator, in whole 4-byte elements. */
 static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, size_t bytes)
 {
     dtrain__guest *guest = world->guest;
@@ -11943,7 +11941,7 @@ static dtrain_result dtrain__comm_gather(dtrain_world *world, const void *mine, 
     return DTRAIN_OK;
 }
 
-/* Meet the other members: from now on the world gathers with the host's function. */
+/* Meet the other members. From now on the world gathers with the host's function. */
 DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
 {
     char own[48];
@@ -11958,7 +11956,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__guest_meet(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Write a join as the launch of one rank, whose checks and defaults are the same. */
+/* Describe a join as a launch of one rank, which has the same checks and defaults. */
 static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain__launch *launch)
 {
     dtrain_launch_desc *desc = &launch->desc;
@@ -11970,7 +11968,7 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     desc->device_ops = given->device_ops;
     desc->comm_ops = given->comm_ops;
     desc->options = given->options;
-    desc->mode = DTRAIN_LAUNCH_THREADS; /* the process is not the rank's */
+    desc->mode = DTRAIN_LAUNCH_THREADS; /* the process belongs to the host */
     launch->log.silent = !given->options.log;
     launch->place.rank = given->rank;
     launch->place.size = given->size;
@@ -11983,8 +11981,8 @@ static dtrain_result dtrain__guest_resolve(const dtrain_join_desc *given, dtrain
     return dtrain__map_region(0, 0, NULL, -1, &launch->region);
 }
 
-/* End a join that has failed on this member. The others hear of it where they wait: on the shared
- * page, or in the host's all-gather. */
+/* End a join that has failed on this member, and tell the others: by an abort on the shared page,
+ * or in the host's all-gather. */
 static dtrain_result dtrain__guest_refused(dtrain_world *world, dtrain__guest *guest,
                                            dtrain_result result)
 {
@@ -12036,8 +12034,8 @@ DTRAIN_API dtrain_result dtrain_world_join(const dtrain_join_desc *desc, dtrain_
     return DTRAIN_OK;
 }
 
-/* Wait until all members leave, because another one may still read this one's memory. Where they
- * share a page this member has left already, so that one that still calls it is told at once. */
+/* Wait until all members leave, because another member can still read this one's memory. On a
+ * shared page this member records its end first: calls of members that still use the world fail. */
 static dtrain_result dtrain__await_leaving(dtrain_world *world)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -17508,17 +17506,17 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
 
 /* Settings: zeros become defaults, and fields that contradict each other are refused
  *
- * A field that a kind cannot honour is an error that names both, never a silent downgrade. Fields
- * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
+ * If a kind cannot honour a field, the error names both; nothing is downgraded silently. Fields are
+ * checked one by one before ranks compare them, and together after AUTO has chosen a kind. */
 
-/* ---- Fields alone -----------------------------------------------------------------------------*/
+/* ---- Fields one by one ------------------------------------------------------------------------*/
 
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
     return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16;
 }
 
-static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
+static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* false for NaN */
 
 static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
                                           const dtrain_compression_desc *how)
@@ -17574,7 +17572,7 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
 
 static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
 
-/* Copy a desc of the program's, and its compression, as this library knows them. */
+/* Copy the program's desc and its compression into this library's structs. */
 DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
                                                     const dtrain_strategy_desc *given,
                                                     dtrain_strategy_desc *desc,
@@ -17588,7 +17586,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__take_strategy(const dtrain_world *world,
 }
 
 /* Copy the given desc (NULL: a zeroed one) to *desc, fill in defaults and check its fields one by
- * one. *how becomes the copy of its compression and must live as long as *desc. */
+ * one. *how receives a copy of its compression, and must exist as long as *desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
                                                    dtrain_compression_desc *how)
@@ -17610,8 +17608,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 
 /* ---- Fields together --------------------------------------------------------------------------*/
 
-/* Fill in the default of accumulation, now that the kind is known, and refuse fields that
- * contradict the kind or each other. %s in a sentence is the name of the kind. */
+/* Fill in the default of accumulation, which depends on the kind, and refuse fields that contradict
+ * the kind or each other. %s in a sentence is the kind's name. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
@@ -17683,9 +17681,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
     return DTRAIN_OK;
 }
 
-/* ---- All ranks have the same ------------------------------------------------------------------*/
+/* ---- Compare across ranks ---------------------------------------------------------------------*/
 
-/* What is compared: descs, and what follows from them. */
+/* The settings that ranks compare: descs, and values computed from them. */
 typedef struct dtrain__compared {
     dtrain_strategy_desc desc;
     dtrain_compression_desc how;
@@ -17747,11 +17745,11 @@ static void dtrain__compared_fill(dtrain__compared *own, const dtrain_strategy *
     own->rounds = hook ? hook->rounds : 0;
 }
 
-/* Bring an error of this rank to all; else fail on all ranks if their parameters differ, or their
- * settings in a field that decides which collectives a step makes, in which order, or from which
- * values it starts. Ranks may differ in who owns the memory of gradients. In no_overlap they may
- * differ only where no unit is gathered, because a unit that is fetched ahead is gathered before
- * the gradients of the unit after it are reduced. */
+/* Send an error of this rank to all ranks. Without an error, fail on all ranks if parameters or
+ * settings differ. A setting is compared if it decides the collectives of a step, their order, or
+ * the initial values. Ranks can differ in who owns the memory of gradients. They can
+ * differ in no_overlap if no unit is gathered; else it changes the order, because a prefetched unit
+ * is gathered before the gradients of the unit after it are reduced. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
                                                        const dtrain__groups *groups,
                                                        dtrain_result mine)
@@ -17768,7 +17766,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *st
     return dtrain__same(groups->all, mine, "dtrain_strategy_create", lists, 2);
 }
 
-/* Refuse a mesh beside another communicator, one without ranks, and one of another world. */
+/* Refuse a mesh without a world or of another world, and a comm that is not its data axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__mesh_fits(const dtrain_world *world,
                                                 const dtrain_strategy_desc *desc)
 {
@@ -17805,11 +17803,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, siz
                        what);
 }
 
-/* Refuse arrays that the device cannot read, and the host's values of sharded parameters. */
+/* Refuse arrays that the device cannot read, and values of sharded parameters in host arrays. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const bool apart = strategy->device->ops->stream_create != NULL; /* memory is not the host's */
+    const bool apart = strategy->device->ops->stream_create != NULL; /* separate device memory */
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (apart && ((p->typed_value && dtrain__on_host(strategy->device, p->typed_value)) ||

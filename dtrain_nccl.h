@@ -1,11 +1,11 @@
-/* dtrain_nccl.h: dtrain's communicator over NCCL (2.15 or newer), for ranks with a GPU each.
+/* dtrain_nccl.h: dtrain's communicator over NCCL (2.15 or newer), for ranks with one GPU each.
 
    Do this in ONE C or C++ file, before any other include:
 
        #define DTRAIN_NCCL_IMPLEMENTATION
        #include "dtrain_nccl.h"
 
-   It may be the file with DTRAIN_IMPLEMENTATION or another one. Then
+   This file can also define DTRAIN_IMPLEMENTATION. Then
 
        dtrain_launch_desc desc = {.rank_count = 8};
        desc.device_ops = dtrain_cuda_device_ops();
@@ -14,13 +14,13 @@
        cc -O2 train.c dtrain_cuda.o -I/usr/local/cuda/include -L/usr/local/cuda/lib64 \
           -lcudart -lcublasLt -lstdc++ -lm -lpthread -ldl
 
-   A program that has joined (dtrain_world_join) sets comm_ops in dtrain_join_desc, and can hand in
-   its own communicator or unique id there as comm_given: see dtrain_nccl_given.
+   A program that calls dtrain_world_join sets comm_ops in dtrain_join_desc. Its comm_given can pass
+   an NCCL communicator or a unique id of the program: see dtrain_nccl_given.
 
-   libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
-   machines without NCCL too, and reports that NCCL is missing only when it is needed.
+   The first world that needs libnccl.so.2 opens it. So the program also starts on machines without
+   NCCL, and reports that NCCL is missing only when it needs NCCL.
 
-   Contents, the files that this one is joined from:
+   Contents, the files that are joined to this file:
        src/comm/nccl/nccl.h                 The public calls of the NCCL communicator
        src/comm/nccl/library.c              Opening the NCCL library
        src/comm/nccl/nccl_internal.h        Structs of a rank, private prototypes
@@ -32,45 +32,44 @@
        src/comm/nccl/create.c               Create, split, destroy communicators
 
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
-       DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
+       DTRAIN_NCCL_LIBRARY    name or path of the library to open; "libnccl.so.2"
        DTRAIN_NCCL_LINKED     link NCCL (-lnccl, or libnccl_static.a) instead of opening it
 
    Differences from the local communicator
-       Order     Send and receive keep their place among the collectives: two ranks must start
-                 theirs in an order that fits, as with any NCCL program. Sends and receives that
-                 are started one after the other, and waited for later, are launched by the first
-                 dtrain_work_wait, dtrain_work_test or collective. As many sends as receives become
-                 one NCCL group: an exchange cannot deadlock, in whatever order its messages are
-                 started. Otherwise messages keep their order, as if each were waited for before the
-                 next, but for a send and a receive that run side by side.
-       Streams   Operations run in the order of their starts, on one stream. From NCCL 2.26 on the
-                 tensor axis of a mesh has a second stream, so that its sums, which the next layer
-                 waits for, do not queue after gradients of the data axis. It needs
-                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment, which is the program's to set; a
-                 host says by dtrain_nccl_given.launch_ordered that it has. Two communicators at
-                 once cannot deadlock where kernels start in the order of the host's calls. Without
-                 it there is one stream.
-       Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
-                 may differ from the local communicator's and from one number of ranks to another.
-                 DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
+       Order     Sends and receives keep their order among the collectives: as in any NCCL program,
+                 both ranks must start them in matching order. Consecutive sends and receives are
+                 collected. The next dtrain_work_wait, dtrain_work_test or collective launches
+                 them. If there are as many sends as receives, they become one NCCL group: such an
+                 exchange cannot deadlock, whatever the order of its messages. Otherwise they are
+                 launched in their order, and a second send to, or receive from, the same rank
+                 begins a new group.
+       Streams   Operations run in the order in which they were started, on one stream. From NCCL
+                 2.26 on, the tensor axis of a mesh can have a second stream: the next layer waits
+                 for sums of this axis, which then do not queue after gradients of the data axis.
+                 It needs kernels that start in the order of the host's calls; otherwise two
+                 communicators can deadlock. So there is a second stream only if the program has set
+                 NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment. A guest reads no environment: its
+                 host sets dtrain_nccl_given.launch_ordered.
+       Bits      NCCL chooses the order of additions, and rounds partial sums of bf16 and fp16. So
+                 bits can differ from the local communicator's, and between world sizes.
+                 DTRAIN_REDUCE_MEAN is the sum, multiplied by 1/N in fp32; ncclAvg would round 1/N
                  first.
-       Buffers   must be aligned to their elements. Those of the host are staged through pinned
-                 memory and waiting for them stops the host: meant for small records and initial
+       Buffers   must be aligned to their elements. Host buffers are staged through pinned memory,
+                 and the host blocks until they are done: use them for small records and initial
                  values. Memory from dtrain_comm_alloc is fastest.
-       Mistakes  Operations are not compared across ranks in advance: a difference shows as a
-                 timeout, and the error names the collective on both sides. In an all-to-all, which
-                 is sends and receives, NCCL itself does not compare counts: they must agree.
+       Mistakes  Ranks do not compare operations in advance: a mismatch ends in a timeout, and the
+                 error names the collective on both sides. An all-to-all consists of sends and
+                 receives: NCCL does not compare their counts, which must agree.
 
-   Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here
-   nothing waits without polling (1) the world's deadline, (2) NCCL's asynchronous error, (3) the
-   control plane, which knows the ranks that died and those that reported a failure: in the calls
-   of comm/comm.h and, through dtrain_device.while_waiting, while the host waits for the GPU. The
-   first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
-   which ends kernels that spin, and every later call returns the same error. Contents of buffers
-   in aborted operations are undefined. Captured graphs end with the first failure, because NCCL
-   waits for those that contain its collectives: launching one is an error then. Graphs that a host
-   has captured itself are destroyed by the host, before it leaves the world. For the same reason a
-   communicator of dtrain_comm_split is destroyed after the graphs that use it. */
+   Failure. NCCL has no deadline and notices neither a killed nor a stuck peer. So every wait polls
+   (1) the world's deadline, (2) NCCL's asynchronous error, and (3) the control plane, which knows
+   the ranks that died or reported a failure. This includes the host's waits for the GPU, through
+   dtrain_device.while_waiting. The first failure is sent to all ranks. Every NCCL communicator of
+   the world is aborted, which ends spinning kernels; every later call returns the same error.
+   Buffers of aborted operations have undefined contents. The failure also drops captured graphs,
+   because ncclCommAbort waits for graphs with its collectives: launching one is then an error.
+   A host destroys the graphs that it captured itself, before it leaves the world. For the same
+   reason, destroy a communicator of dtrain_comm_split only after the graphs that use it. */
 
 #ifndef DTRAIN_NCCL_H
 #define DTRAIN_NCCL_H
@@ -89,24 +88,24 @@
 extern "C" {
 #endif
 
-/* What a host that has NCCL hands in as dtrain_join_desc.comm_given. With NULL there dtrain makes
- * an id, as in a launch. dtrain_world_join reads it, and dtrain never destroys, aborts or
- * finalizes what is the host's.
+/* NCCL objects of the host, for dtrain_join_desc.comm_given. If comm_given is NULL, dtrain makes a
+ * unique id, as in a launch. dtrain_world_join reads the struct. dtrain never destroys, aborts or
+ * finalizes the host's objects.
  *
- *     comm   The world's communicator is split from it, which needs NCCL 2.18. The join is then a
- *            collective of all its ranks. The two share nothing: the end or the failure of one does
- *            not touch the other.
- *     id     The world's communicator is made with rank 0's id, which the host must not use for
- *            another one. The ids of other ranks are not read. */
+ *     comm   The world's communicator is split from the host's; this needs NCCL 2.18. All ranks of
+ *            the host's communicator must join. The two share no resources: one can end or fail
+ *            without the other.
+ *     id     The world's communicator is made with the id of rank 0; ids of other ranks are not
+ *            read. The host must not use the id again. */
 typedef struct dtrain_nccl_given {
     struct ncclComm *comm; /* ncclComm_t of the members, with their ranks and GPUs; or NULL */
     const void *id;        /* ncclUniqueId; or NULL */
-    bool launch_ordered;   /* the host has set NCCL_LAUNCH_ORDER_IMPLICIT=1: see Streams above */
+    bool launch_ordered;   /* true if the host has set NCCL_LAUNCH_ORDER_IMPLICIT=1, see Streams */
 } dtrain_nccl_given;
 
-/* Give the table for dtrain_launch_desc.comm_ops and dtrain_join_desc.comm_ops. It is static. A
- * launched program that has a tensor axis sets NCCL_LAUNCH_ORDER_IMPLICIT=1 in its environment
- * before the launch: see Streams above. */
+/* Return the table for dtrain_launch_desc.comm_ops and dtrain_join_desc.comm_ops. The table is
+ * static. A launched program with a tensor axis should set NCCL_LAUNCH_ORDER_IMPLICIT=1 in its
+ * environment before the launch: see Streams above. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 #ifdef __cplusplus
@@ -124,16 +123,16 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 /* Opening the NCCL library
  *
- * One list makes the table of functions and fills it. The compile-time gates are enough: a library
- * older than the header is refused before anything else of it is called, so every function in the
- * list exists. NCCL promises that old programs run with new libraries, not the reverse. */
+ * One list declares the table of functions and fills it. A library older than the header is refused
+ * before any other call, so the compile-time checks are enough: every function in the list exists.
+ * NCCL promises that old programs run with new libraries, but not the reverse. */
 
 /* ==== src/comm/nccl/nccl_internal.h =========================================================== */
 
 /* Structs of a rank, private prototypes
  *
- * Read the structs in this order: the hub (one for each rank), its communicators, the work that an
- * operation is, and the record of it that an error message quotes. */
+ * Read the structs in this order: the hub (one per rank), its communicators, the work (a started
+ * operation), and the record of an operation, which error messages quote. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -163,15 +162,14 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 #define DTRAIN_NCCL_PRINTF(at, first)
 #endif
 
-/* Propagate a failure; its sentence has been left already. */
+/* Return the error of a failed call; it has already set its error sentence. */
 #define DTRAIN_NCCL_TRY(call)                                             \
     do {                                                                  \
         const dtrain_result dtrain_nccl__status = (call);                 \
         if (dtrain_nccl__status != DTRAIN_OK) return dtrain_nccl__status; \
     } while (0)
 
-/* Mark a private function that more than one file uses: static where all files are joined in
- * one. */
+/* Mark a private function that several files use. The joined file makes these functions static. */
 #ifndef DTRAIN_NCCL__PRIVATE
 #define DTRAIN_NCCL__PRIVATE __attribute__((visibility("hidden"))) extern
 #endif
@@ -196,48 +194,48 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 /* clang-format on */
 
 typedef struct dtrain_nccl__library {
-#define DTRAIN_NCCL_POINTER(name) __typeof__(&nccl##name) name; /* AllReduce is ncclAllReduce */
+#define DTRAIN_NCCL_POINTER(name) __typeof__(&nccl##name) name; /* AllReduce: ncclAllReduce */
     DTRAIN_NCCL_LIST(DTRAIN_NCCL_POINTER)
 #undef DTRAIN_NCCL_POINTER
 } dtrain_nccl__library;
 
-#define DTRAIN_NCCL_RECORDS 64 /* operations remembered; also events per communicator */
+#define DTRAIN_NCCL_RECORDS 64 /* records, each with an event, that a communicator begins with */
 
 #define DTRAIN_NCCL_TEXT 1000
 
 typedef struct dtrain_nccl__hub dtrain_nccl__hub;
 
-/* A record of one of the last operations of a communicator. An error compares it across ranks. The
- * oldest is used again for the next operation, unless its own has still to be waited for. */
+/* The record of a recent operation of a communicator, which errors compare across ranks. A new
+ * operation reuses the oldest record, unless the program still has to wait for its operation. */
 typedef struct dtrain_nccl__record {
     struct dtrain_nccl__record *next; /* newer */
-    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank; 0:
-                        not used yet */
+    uint64_t number; /* from 1; collectives and messages are counted separately; 0: unused. A
+                        collective has the same number on every rank */
     dtrain_collective what;
     dtrain_event *done;
-    bool waited_for; /* the program has given the work back, or there was none */
+    bool waited_for; /* true if the program no longer has the work, or the record is unused */
     bool launched;
-    bool captured; /* its event belongs to a graph and cannot be queried */
+    bool captured; /* true if its event belongs to a graph and cannot be queried */
 } dtrain_nccl__record;
 
 typedef struct dtrain_nccl__comm {
     dtrain_comm base;
     dtrain_nccl__hub *hub;
-    struct dtrain_nccl__comm *next; /* newest first; the world's is the last */
-    struct dtrain_nccl__lane *lane; /* of its last operation */
+    struct dtrain_nccl__comm *next; /* next older one; the world's is the oldest */
+    struct dtrain_nccl__lane *lane; /* the lane of its last operation */
     ncclComm_t nccl;
-    bool captured; /* a graph has recorded operations of it */
-    bool dead;     /* failed, aborted or being aborted; code and text say why */
+    bool captured; /* true if a graph has recorded operations of it */
+    bool dead;     /* true from its abort on; code and text have the reason */
     dtrain_result code;
     char text[DTRAIN_NCCL_TEXT];
-    uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
+    uint32_t abort_state; /* atomic: 0 = not aborted, 1 = in ncclCommAbort, 2 = aborted */
     uint32_t split_count;
-    char name[64]; /* "world", "world/1.0": the same on all its ranks */
+    char name[64]; /* such as "world" or "world/1.0"; the same on all its ranks */
     uint64_t collectives, point_to_point;
     dtrain_nccl__record *oldest, *newest;
 } dtrain_nccl__comm;
 
-/* A bounce buffer: pinned memory and as much device memory, for an operation with a host buffer. */
+/* A bounce buffer for operations with a host buffer: pinned memory and as much device memory. */
 typedef struct dtrain_nccl__block {
     struct dtrain_nccl__block *next;
     size_t bytes;
@@ -246,28 +244,28 @@ typedef struct dtrain_nccl__block {
 
 typedef struct dtrain_nccl__work {
     dtrain_work base;
-    struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
+    struct dtrain_nccl__work *next; /* in the pool, or in the group to launch */
     dtrain_nccl__record *record;
-    dtrain_collective what; /* as asked for; of no elements: on `single` */
-    const void *send;       /* device memory: the caller's or the block's */
+    dtrain_collective what; /* the operation; with a count of 0, an operation on `single` */
+    const void *send;       /* device memory: the caller's or the block's; likewise recv */
     void *recv;
-    dtrain_nccl__block *block; /* NULL: nothing is staged */
-    void *host_recv;           /* where the block's result goes, or NULL */
-    int32_t single;            /* the integer that an operation on no elements sends */
-    bool captured; /* part of a graph: nothing runs now, and its event cannot be queried */
-    bool done;     /* known to be done: no longer counted as in flight */
+    dtrain_nccl__block *block; /* bounce buffer; NULL: both buffers are device memory */
+    void *host_recv;           /* host buffer for the result in the block, or NULL */
+    int32_t single;            /* the element that an operation with a count of 0 sends */
+    bool captured; /* true if it is part of a graph: it does not run now, its event has no state */
+    bool done;     /* true if it is known to be done and no longer counts as in flight */
 } dtrain_nccl__work;
 
-/* Memory that dtrain_comm_alloc handed out. */
+/* Memory from dtrain_comm_alloc. */
 typedef struct dtrain_nccl__memory {
     struct dtrain_nccl__memory *next;
     void *pointer, *handle;
     size_t bytes;
-    dtrain_nccl__comm *comm; /* registered with; NULL: not, or no longer */
+    dtrain_nccl__comm *comm; /* communicator where it is registered; NULL: none */
 } dtrain_nccl__memory;
 
-/* An event that is recorded in a stream again as soon as the stream has passed it. A stream that
- * does not pass its mark for as long as the deadline is stuck. */
+/* An event that is recorded in its stream again whenever the stream has passed it. A stream that
+ * does not pass the event within the deadline is stuck. */
 typedef struct dtrain_nccl__stream_mark {
     dtrain_event *event;
     dtrain_stream *stream;
@@ -277,7 +275,7 @@ typedef struct dtrain_nccl__stream_mark {
 
 /* A stream for communication. */
 typedef struct dtrain_nccl__lane {
-    dtrain_stream *stream; /* NULL: there is none */
+    dtrain_stream *stream; /* NULL: not created */
     cudaStream_t native;
 } dtrain_nccl__lane;
 
@@ -286,25 +284,25 @@ enum { DTRAIN_NCCL__LANES = 2, DTRAIN_NCCL__MARKS = DTRAIN_NCCL__LANES + 1 };
 struct dtrain_nccl__hub {
     dtrain_world *world;
     dtrain_device *device;
-    int device_index; /* as CUDA counts: of every thread that calls NCCL */
+    int device_index; /* CUDA's index of the device; current in every thread that calls NCCL */
     dtrain_allocator allocator;
     dtrain_nccl__library nccl;
     uint32_t version;
-    bool guest;                     /* in a host's process */
-    const dtrain_nccl_given *given; /* of the host, while the world is made; or NULL */
+    bool guest;                     /* true if the world was made by dtrain_world_join */
+    const dtrain_nccl_given *given; /* the host's, until the communicator is created; or NULL */
     double deadline;
-    dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* of all communicators; of the tensor axis */
+    dtrain_nccl__lane lanes[DTRAIN_NCCL__LANES]; /* 0: all communicators; 1: the tensor axis */
     dtrain_event *ready;
-    dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* compute, lanes */
+    dtrain_nccl__stream_mark marks[DTRAIN_NCCL__MARKS]; /* of the compute stream, then of lanes */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
-    int group_balance;          /* sends in the group, less the receives in it */
-    dtrain_nccl__block *blocks; /* not in use */
+    int group_balance;          /* sends minus receives in the group */
+    dtrain_nccl__block *blocks; /* free blocks, smallest first */
     dtrain_nccl__memory *memory;
-    double last_watch;  /* time of the last watch */
-    bool closing;       /* being destroyed: failures are no longer reported */
-    bool stuck;         /* an abort has not returned: its thread still uses the structs */
-    dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
+    double last_watch;  /* time of the last dtrain_nccl__watch that polled, in seconds */
+    bool closing;       /* true during destruction: failures are not sent to other ranks */
+    bool stuck;         /* true if an abort has not returned: its thread still uses the structs */
+    dtrain_result code; /* the first failure; DTRAIN_OK: none */
     char text[DTRAIN_NCCL_TEXT];
 };
 
@@ -389,8 +387,8 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
     return DTRAIN_OK;
 }
 #else
-/* Find a function. dlsym returns an object pointer, which POSIX allows to be a function's: its
- * bytes are copied. */
+/* Find a function. dlsym returns an object pointer; POSIX allows it to hold a function's address,
+ * so its bytes are copied. */
 static bool dtrain_nccl__find(void *library, const char *name, void *function)
 {
     void *symbol = dlsym(library, name);
@@ -398,8 +396,8 @@ static bool dtrain_nccl__find(void *library, const char *name, void *function)
     return symbol != NULL;
 }
 
-/* Open the library and fill the table. The handle is never closed: NCCL's threads may be inside the
- * library until the process ends. */
+/* Open the library and fill the table. The handle is never closed, because NCCL's threads can be
+ * inside the library until the process ends. */
 static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
 {
     const char *missing = NULL;
@@ -415,7 +413,7 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
                   "l" #name;
     DTRAIN_NCCL_LIST(DTRAIN_NCCL_FIND)
 #undef DTRAIN_NCCL_FIND
-    /* An older library lacks functions too, and its version makes the better sentence. */
+    /* An older library lacks functions too; its error should name the version. */
     if (!missing || nccl->GetVersion) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s is not an NCCL library: it has no %s",
                        DTRAIN_NCCL_LIBRARY, missing);
@@ -425,7 +423,7 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
 /* Write a version as text: 21801 becomes "2.18.1". */
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__version_text(uint32_t code, char text[24])
 {
-    const unsigned base = code >= 10000 ? 10000 : 1000; /* counted in thousands until 2.8 */
+    const unsigned base = code >= 10000 ? 10000 : 1000; /* thousands until NCCL 2.8 */
     snprintf(text, 24, "%u.%u.%u", code / base, code % base / 100, code % 100);
     return text;
 }
@@ -466,29 +464,27 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
 
 /* Objects of a rank, names of operations
  *
- *     hub                       one a rank: library, stream, bounce buffers, the failure
+ *     hub                       one per rank: library, streams, bounce buffers, the failure
  *      |-- comm  (the world)    an NCCL communicator and a list of its last operations
  *      |-- comm  (a split)
- *      |-- comm  (re-created)
  *
- * The communicators of a rank share one stream, of high priority: operations run in the order in
+ * The communicators of a rank share one stream of high priority. Operations run in the order in
  * which they were started, so kernels of two communicators never wait for each other's SMs.
  *
- * The tensor axis has a second one. Its sums are waited for by the next layer, and a bucket of the
- * data axis, which nobody waits for before the optimizer, would stand before them. With two streams
- * a kernel of one communicator could hold SMs that another needs, while on the peer it is the other
- * way round. Not if kernels start on all ranks in one order: the first kernel in it that is not
- * done has started on each of its ranks, or only kernels that are done stand before it. The host
- * launches in one order on all ranks (launch_ordered), and NCCL 2.26 makes kernels start in the
- * host's order where NCCL_LAUNCH_ORDER_IMPLICIT is set; without it there is no second stream.
+ * The tensor axis can have a second stream. The next layer waits for sums of this axis; on one
+ * stream they would queue after buckets of the data axis, which are needed only by the optimizer.
+ * Two streams can deadlock: a kernel of one communicator holds SMs that the other needs, and on the
+ * peer it is the reverse. They do not if kernels start in the same order on all ranks: then the
+ * first unfinished kernel in this order starts on each of its ranks, as all kernels before it are
+ * done. The host launches in one order on all ranks (launch_ordered). From NCCL 2.26 on, kernels
+ * start in the host's order if NCCL_LAUNCH_ORDER_IMPLICIT is set; else there is one stream.
  *
  *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
  *     comm                          '-> all-reduce --| done |--------'
  *
- * Events are created with the communicator and used again and again, without a query in between: a
- * stream that has been told to wait for an event waits for what was recorded before, whatever is
- * recorded in it later. So the steady state neither allocates nor polls, and can be captured in a
- * graph. */
+ * Events are created with the communicator and reused, without a query. A stream that waits for an
+ * event waits for the work before its last record; later records do not change this. So a step
+ * neither allocates nor polls in the steady state, and can be captured in a graph. */
 
 DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
 {
@@ -504,8 +500,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory,
     if (memory) hub->allocator.free(hub->allocator.user, memory, bytes);
 }
 
-/* Strip from an error sentence the "rank 3: " that dtrain_fail will put in front of it a second
- * time. */
+/* Remove "rank 3: " from the start of an error sentence: dtrain_fail will add it again. */
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub *hub,
                                                          const char *text)
 {
@@ -516,7 +511,7 @@ DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub 
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-/* By dtrain_collective_kind. */
+/* Indexed by dtrain_collective_kind. */
 static const char *const dtrain_nccl__names[][2] = {{"?", "?"},
                                                     {"dtrain_all_reduce", "all-reduce"},
                                                     {"dtrain_reduce_scatter", "reduce-scatter"},
@@ -539,7 +534,7 @@ DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
     return kind == DTRAIN_COLLECTIVE_SEND || kind == DTRAIN_COLLECTIVE_RECV;
 }
 
-/* Describe an operation in the words that ranks compare, such as "collective 17 on world
+/* Describe an operation in the format that ranks compare, such as "collective 17 on world
  * [all-reduce sum f32 count 100]". */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 const dtrain_nccl__record *record, char *text,
@@ -564,28 +559,28 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
  *
  * A failure takes four steps:
  *
- *     1. its text, with what this rank was doing, is stored in the hub
- *     2. it goes to the other ranks over the control plane, which they poll while they wait
- *     3. all NCCL communicators of the hub are aborted, and the device's graphs dropped
+ *     1. the hub stores its text, which says what this rank was doing
+ *     2. the control plane sends it to the other ranks, which poll it while they wait
+ *     3. all NCCL communicators of the hub are aborted, and the device's graphs are dropped
  *     4. every later call returns the text again
  *
- * Why each communicator is aborted by a thread of its own: aborted one after another they can
- * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
- * second communicator. An NCCL group would do from 2.22 on; threads do in every version, and they
- * give a deadline to a call that has been known to hang. A thread that does not return is left
- * behind, with the memory it uses.
+ * A separate thread aborts each communicator. Aborts one after another can deadlock: the first
+ * abort frees device memory, this waits for kernels, and these wait for the second communicator. An
+ * NCCL group would avoid it from 2.22 on. Threads avoid it in every version, and they put a
+ * deadline on a call that is known to hang. A thread that does not return is abandoned, with the
+ * memory it uses.
  *
- * Why graphs are dropped: every recorded collective holds a reference on its communicator until the
- * graph is destroyed, or the recording that it is part of, and ncclCommAbort waits for all of them.
- * It sets the flag that ends running kernels first, so a graph in the middle of a replay ends too.
- * Graphs of a guest's host are the host's to destroy: they are waited for when the world ends. */
+ * Graphs are dropped because ncclCommAbort waits for them: a captured collective holds a reference
+ * to its communicator until its graph, or the capture in progress, is destroyed. ncclCommAbort
+ * first sets the flag that ends running kernels, so a graph that is being replayed ends too. The
+ * host of a guest destroys its own graphs; the world waits for them when it ends. */
 
-#define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* at most; the world's deadline when that is shorter */
+#define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* limit of the wait, unless the deadline is shorter */
 
 static void *dtrain_nccl__abort_thread(void *user)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)user;
-    cudaSetDevice(comm->hub->device_index); /* a thread begins with device 0 */
+    cudaSetDevice(comm->hub->device_index); /* a new thread has device 0 */
     comm->hub->nccl.CommAbort(comm->nccl);
     __atomic_store_n(&comm->abort_state, 2u, __ATOMIC_RELEASE);
     return NULL;
@@ -626,13 +621,13 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
         hub->deadline < DTRAIN_NCCL_ABORT_SECONDS ? hub->deadline : DTRAIN_NCCL_ABORT_SECONDS;
     const double begin = dtrain_seconds();
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        if (hub->guest && comm->captured && !hub->closing) continue; /* for graphs of the host */
+        if (hub->guest && comm->captured && !hub->closing) continue; /* host's graphs hold it */
         while (dtrain_nccl__aborting(comm) && dtrain_seconds() - begin < limit)
             dtrain_nccl__sleep(100);
         if (!dtrain_nccl__aborting(comm)) continue;
         hub->stuck = true;
         dtrain_log(hub->world, DTRAIN_LOG_ERROR,
-                   "ncclCommAbort of %s has not returned after %.1f s; it is left behind%s",
+                   "ncclCommAbort of %s has not returned after %.1f s; it is abandoned%s",
                    comm->name, limit,
                    comm->captured ? ". It waits until graphs with its operations are destroyed"
                                   : "");
@@ -655,7 +650,7 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
     }
     dtrain_nccl__drop_graphs(hub);
     dtrain_nccl__await_aborts(hub);
-    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next) { /* handles died with them */
+    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next) { /* registrations have ended */
         m->comm = NULL;
         m->handle = NULL;
     }
@@ -666,7 +661,7 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
 
 /* ---- What this rank was doing -----------------------------------------------------------------*/
 
-/* Return the oldest operation that a communicator remembers; records of none precede it. */
+/* Return the oldest recorded operation of a communicator. Unused records precede it. */
 static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
 {
     const dtrain_nccl__record *record = comm->dead ? NULL : comm->oldest;
@@ -674,8 +669,8 @@ static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *c
     return record;
 }
 
-/* Describe the state of an operation. The event of a graph cannot be queried, and while something
- * is captured no event can: a query would spoil the capture. */
+/* Describe the state of an operation. The event of a captured operation cannot be queried. During a
+ * capture no event can be queried: the query would invalidate the capture. */
 static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__record *record)
 {
     bool done = false;
@@ -687,8 +682,8 @@ static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__
     return done ? "finished" : "not finished";
 }
 
-/* Append to `text`, for each communicator, the oldest operation that has not finished and the
- * number of collectives this rank has started. With NULL log all operations that it remembers. */
+/* Append to `text`, for each communicator, the oldest unfinished operation and the number of
+ * collectives started on this rank. If `text` is NULL, log all recorded operations instead. */
 static void dtrain_nccl__report(dtrain_nccl__hub *hub, char *text, size_t room)
 {
     size_t used = text ? strlen(text) : 0;
@@ -711,9 +706,9 @@ static void dtrain_nccl__report(dtrain_nccl__hub *hub, char *text, size_t room)
     }
 }
 
-/* Compare this rank's records with the first report of the world. The report may name the
- * collective that its rank is stuck in, in the words of _describe. If this rank has called
- * something else by the same number, that is the cause. */
+/* Compare this rank's records with the world's first report. The report can name the collective in
+ * which its rank is stuck, in the format of dtrain_nccl__describe. If this rank has called another
+ * collective under the same number, the difference is the cause, and the error says so. */
 static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
 {
     unsigned long long number;
@@ -748,8 +743,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub)
     return dtrain_fail(hub->code, "%s", hub->text);
 }
 
-/* Return the error of a communicator. A communicator keeps its own, because a re-creation clears
- * the hub's. */
+/* Return the error with which a communicator was aborted. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm)
 {
     return dtrain_fail(comm->code, "%s", comm->text);
@@ -767,10 +761,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     va_end(args);
     snprintf(hub->text, sizeof hub->text, "%s", text);
     dtrain_nccl__report(hub, hub->text, sizeof hub->text);
-    hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
+    hub->code = code; /* from now on dtrain_nccl__watch ends every wait for the device */
     if (!hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
-        dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
+        dtrain_nccl__compare(hub); /* the first report can be from another rank */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
         dtrain_nccl__report(hub, NULL, 0);
@@ -778,7 +772,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
     return dtrain_nccl__hub_error(hub);
 }
 
-/* Fail with what NCCL said, and with the sentence it keeps. */
+/* Fail with NCCL's text for `result` and its last error message. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub, ncclComm_t nccl,
                                                           ncclResult_t result, const char *call)
 {
@@ -794,24 +788,24 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub,
  *
  * There are three waits:
  *
- *     complete      for a call of ours to take effect: communicators are non-blocking, and while
- *                   NCCL answers ncclInProgress the kernel is not in the stream yet, so no event
- *                   may be recorded behind it
- *     await_event   for an operation with a host buffer: the host polls the event
- *     watch         for the device, called by it: the program waits for its own results, and NCCL's
- *                   kernels among them may be waiting for a dead rank
+ *     complete      until a call of this rank takes effect. Communicators are non-blocking: while
+ *                   NCCL returns ncclInProgress the kernel is not in the stream yet, and no event
+ *                   can be recorded after it
+ *     await_event   until an operation with a host buffer is done: the host polls its event
+ *     watch         until the device has results for the program: the device calls it, because
+ *                   NCCL kernels that these results need can wait for a dead rank
  *
- * Each polls three things: the deadline, NCCL's asynchronous error, and the control plane. A gap
- * between two polls counts as one second at most, so a job that was suspended does not time out. */
+ * Each wait polls the deadline, NCCL's asynchronous error, and the control plane. A gap between two
+ * polls counts as at most one second, so a suspended job does not time out. */
 
 typedef struct dtrain_nccl__timer {
     double last, waited;
     unsigned turns;
 } dtrain_nccl__timer;
 
-#define DTRAIN_NCCL_YIELDS 200u /* a launch completes within microseconds; peers take longer */
+#define DTRAIN_NCCL_YIELDS 200u /* a launch takes microseconds; waiting for a peer takes longer */
 
-/* Yield or sleep once, and count the time; false when the deadline has passed. */
+/* Yield or sleep once, and add the time; false if the deadline has passed. */
 static bool dtrain_nccl__timer_step(const dtrain_nccl__hub *hub, dtrain_nccl__timer *timer)
 {
     const double now = dtrain_seconds(), gap = timer->turns ? now - timer->last : 0;
@@ -840,8 +834,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, cons
     return DTRAIN_OK;
 }
 
-/* Watch for failures while the device waits (dtrain_device.while_waiting). Cheap when called often:
- * it polls once a millisecond. */
+/* Watch for failures while the host waits for the device (dtrain_device.while_waiting). It is
+ * called often, and polls once a millisecond. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
 {
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)user;
@@ -852,7 +846,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
     hub->last_watch = now;
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "waiting for the device"));
     for (int i = 0; i < DTRAIN_NCCL__MARKS; i++) {
-        /* Record the stream's mark again if it has been passed, else count the time. */
+        /* If the stream has passed its mark, record the mark again; else add the time. */
         dtrain_nccl__stream_mark *mark = &hub->marks[i];
         dtrain_result result = DTRAIN_OK;
         bool passed = true;
@@ -878,7 +872,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
     return DTRAIN_OK;
 }
 
-/* Wait until a call on `nccl`, which returned `result`, has taken effect. */
+/* Wait until a call on `nccl` has taken effect. `result` is the call's return value. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, ncclComm_t nccl,
                                                          ncclResult_t result, const char *call)
 {
@@ -897,7 +891,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, 
     return result == ncclSuccess ? DTRAIN_OK : dtrain_nccl__fail_call(hub, nccl, result, call);
 }
 
-/* Wait until the operation is done; then the host may touch what was staged. */
+/* Wait until the operation is done; then the host can use its buffers. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hub,
                                                             const dtrain_nccl__record *record,
                                                             const char *call)
@@ -916,7 +910,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hu
     }
 }
 
-/* Tell whether the program captures a graph. Then no event may be queried. */
+/* True if a graph is being captured on the compute stream. Then no event can be queried. */
 DTRAIN_NCCL__PRIVATE bool dtrain_nccl__capturing(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -927,12 +921,12 @@ DTRAIN_NCCL__PRIVATE bool dtrain_nccl__capturing(dtrain_nccl__hub *hub)
 
 /* Starting and waiting for operations
  *
- *     start   the communication stream waits for the compute stream, host buffers are copied in,
- *             NCCL is called, results for the host are copied out, an event is recorded
- *     wait    the compute stream waits for that event; the host waits only for a host buffer
+ *     start   the communication stream waits for the compute stream; host buffers are copied to
+ *             bounce buffers; NCCL is called; host results are copied out; an event is recorded
+ *     wait    the compute stream waits for this event; the host waits only for a host buffer
  *
- * A barrier and a count of 0 become the sum of one integer: NCCL does nothing for an empty
- * operation. */
+ * NCCL skips empty operations. So a barrier, and a collective with a count of 0, become the sum of
+ * one integer. */
 
 /* Return the bytes that this rank sends or, if `received`, receives. */
 static size_t dtrain_nccl__bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what,
@@ -956,8 +950,8 @@ static size_t dtrain_nccl__bytes(const dtrain_nccl__comm *comm, const dtrain_col
 
 /* ---- Staging ----------------------------------------------------------------------------------*/
 
-/* Take a block of at least `bytes`. Blocks are kept until the world ends and grow in powers of two:
- * freeing device memory waits for kernels, and those may wait for other ranks. */
+/* Take a block of at least `bytes`. New blocks have a power of two of bytes, and stay until the
+ * world ends: freeing device memory waits for kernels, which can wait for other ranks. */
 static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes,
                                              dtrain_nccl__block **out)
 {
@@ -984,7 +978,7 @@ static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes
     return DTRAIN_OK;
 }
 
-/* Give a block back. The list is sorted by size: take_block finds the smallest that fits first. */
+/* Return a block. The list is sorted by size, so take_block finds the smallest that fits. */
 static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *block)
 {
     dtrain_nccl__block **link = &hub->blocks;
@@ -993,8 +987,8 @@ static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *b
     *link = block;
 }
 
-/* Decide what is staged, and copy in. The block is | send | recv |, or both at one place when the
- * operation is in place. */
+/* Choose the buffers that are staged, and copy the send buffer in. The block is | send | recv |, or
+ * both at one place for an in-place operation. */
 static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1007,7 +1001,7 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     work->send = what->send;
     work->recv = what->recv;
     if (!send_host && !recv_host) return DTRAIN_OK;
-    const size_t padded = (send_bytes + 255) / 256 * 256; /* the alignment that NCCL prefers */
+    const size_t padded = (send_bytes + 255) / 256 * 256; /* NCCL prefers this alignment */
     const size_t recv_at = send_host && what->send != what->recv ? padded : 0;
     const size_t end =
         recv_host && recv_at + recv_bytes > send_bytes ? recv_at + recv_bytes : send_bytes;
@@ -1018,8 +1012,7 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
                                         DTRAIN_COPY_HOST_TO_DEVICE, comm->lane->stream));
         work->send = device;
-        if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
-            work->recv = device; /* the root's own copy */
+        if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) work->recv = device; /* at the root */
     }
     if (recv_host) {
         work->recv = device + recv_at;
@@ -1029,13 +1022,13 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     return DTRAIN_OK;
 }
 
-/* Give the place of the received bytes in the block, on the device and on the host alike. */
+/* Return the offset of the received bytes in the block; it is the same on device and host. */
 static size_t dtrain_nccl__recv_at(const dtrain_nccl__work *work)
 {
     return (size_t)((char *)work->recv - (char *)work->block->device);
 }
 
-/* Copy out and record the event, after NCCL's call is complete. */
+/* Copy results out and record the event. NCCL's call is complete. */
 static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1091,7 +1084,7 @@ static dtrain_result dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_n
 {
     const bool captured = dtrain_nccl__capturing(comm->hub);
     dtrain_nccl__record *record = comm->oldest;
-    if (record->waited_for) { /* it becomes the newest */
+    if (record->waited_for) { /* reuse it, as the newest */
         comm->newest->next = record;
         comm->newest = record;
         comm->oldest = record->next;
@@ -1130,12 +1123,12 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
     case DTRAIN_REDUCE_MIN: return ncclMin;
     case DTRAIN_REDUCE_MAX: return ncclMax;
     case DTRAIN_REDUCE_PROD: return ncclProd;
-    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__wait_steps */
+    default: return ncclSum; /* also DTRAIN_REDUCE_MEAN, see dtrain_nccl__wait_steps */
     }
 }
 
-/* Call an all-to-all: a group of a send to and a receive from every rank. The rank's own slice
- * travels in it too: NCCL makes it a copy on the device, in the order of the stream. */
+/* Call an all-to-all: a group with a send to and a receive from every rank. This includes the
+ * rank's own slice, which NCCL copies on the device, in stream order. */
 static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
@@ -1191,25 +1184,25 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
 
 /* ---- Sends and receives -------------------------------------------------------------------------
  *
- * Messages that a program starts without a wait in between are collected, and launched when it
- * waits, tests, or starts a collective. How they are grouped decides what can hang. NCCL runs the
- * messages of a group in batches: the n-th send to and the n-th receive from a rank are in batch n,
- * which starts when batch n - 1 is done. An event is recorded after a whole group.
+ * Sends and receives (messages) are collected until the program waits, tests, or starts a
+ * collective; then they are launched in groups. The grouping decides whether ranks can hang. NCCL
+ * runs a group in batches: the n-th send to and the n-th receive from a rank are in batch n, which
+ * starts when batch n - 1 is done. An event is recorded after the whole group.
  *
- *     As many sends as receives are an exchange, one group. The n-th message from a rank to another
- *     is in batch n on both, in whatever order each starts its own, so that batches end one after
- *     the other on all ranks.
+ *     As many sends as receives are an exchange, and become one group. The n-th message from one
+ *     rank to another is in batch n on both, in whatever order they start messages. So the batches
+ *     end one after another on all ranks.
  *
- *     Others run ahead. S1 S2 R1 on one rank as one group would be batches S1 + R1 and S2: S2 would
- *     wait for R1, and with it the rank that sends R1 once it has S2. So they are launched in the
- *     order of their starts, and a second send to, or receive from, a rank begins a new group. Then
- *     a group has one batch, and ends wherever ranks end that wait for each message before they
- *     start the next: in the order of such a run, the first message that is not done has been
- *     launched on both ranks.
+ *     Other messages can run ahead. As one group, S1 S2 R1 would have the batches S1 + R1 and S2.
+ *     S2 would wait for R1, but the peer can send R1 only after it has S2. So these messages are
+ *     launched in their order, and a second send to, or receive from, a rank begins a new group. A
+ *     group is then one batch. It ends in every program in which ranks could wait for each message
+ *     before they start the next: in the order of such a run, both ranks have launched the first
+ *     message that is not done.
  *
- * The runner of a pipeline, whose schedules are of the second kind, tests every message. */
+ * The schedules of pipelines are of the second kind; their runner tests every message. */
 
-/* Tell whether a message of `first` to before `work` is of its kind, to or from the same rank. */
+/* True if a message in the list from `first` to before `work` has its kind, peer and comm. */
 static bool dtrain_nccl__repeats(const dtrain_nccl__work *first, const dtrain_nccl__work *work)
 {
     for (; first != work; first = first->next)
@@ -1219,7 +1212,7 @@ static bool dtrain_nccl__repeats(const dtrain_nccl__work *first, const dtrain_nc
     return false;
 }
 
-/* Launch a list of sends and receives as one NCCL group. */
+/* Launch a list of messages as one NCCL group. */
 static dtrain_result dtrain_nccl__launch_group(dtrain_nccl__hub *hub, dtrain_nccl__work *first)
 {
     ncclResult_t failed = ncclSuccess;
@@ -1244,7 +1237,7 @@ static dtrain_result dtrain_nccl__launch_group(dtrain_nccl__hub *hub, dtrain_ncc
     return DTRAIN_OK;
 }
 
-/* Launch the sends and receives that were started and not launched yet. */
+/* Launch all collected messages. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
 {
     const bool exchange = hub->group_balance == 0;
@@ -1279,7 +1272,7 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
 
 /* ---- Starting ---------------------------------------------------------------------------------*/
 
-/* Do the steps of a start; the caller turns the error of a step into the communicator's. */
+/* Do the steps of a start. After an error the caller fails the communicator. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
                                               dtrain_nccl__work *work)
@@ -1290,7 +1283,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     const bool tensor = comm->base.axis && strcmp(comm->base.axis, "tensor") == 0;
     dtrain_nccl__lane *const lane = &hub->lanes[tensor && comm->next && hub->lanes[1].stream];
     if (!message || lane != comm->lane) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    /* A mesh names its axes after the first operations of their communicators: the new lane waits
+    /* A communicator can get its axis later than its first operations. Then the new lane waits
      * for the old one. */
     if (lane != comm->lane) {
         DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, comm->lane->stream));
@@ -1299,7 +1292,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     }
     DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what));
     work->what = *what;
-    if (what->count == 0) { /* replace it by an operation on a single integer in host memory */
+    if (what->count == 0) { /* send one integer of host memory instead */
         work->single = 1;
         work->what.count = 1;
         work->what.dtype = DTRAIN_DTYPE_I32;
@@ -1360,8 +1353,8 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
         memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work), recv_bytes);
     if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1 || recv_bytes == 0) return DTRAIN_OK;
 
-    /* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
-     * host. */
+    /* Make the mean from the sum, on the host or on the compute stream, which already waits for the
+     * sum. */
     const double scale = 1.0 / comm->base.size;
     for (size_t i = 0; i < what->count && work->host_recv; i++) {
         float *wide = (float *)what->recv + i;
@@ -1409,7 +1402,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *do
     if (comm->dead) return dtrain_nccl__comm_error(comm);
     DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "dtrain_work_test"));
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    if (work->captured) return DTRAIN_OK; /* waiting orders the streams */
+    if (work->captured) return DTRAIN_OK; /* its event has no state; waiting orders the streams */
     if (hub->device->ops->event_query(hub->device, work->record->done, done) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "dtrain_work_test: %s",
                                  dtrain_nccl__strip_rank(hub, dtrain_last_error()));
@@ -1429,10 +1422,9 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
 
 /* Registered memory, for dtrain_comm_alloc
  *
- * ncclMemAlloc gives memory that NVLink switches and network cards can address; registered with the
- * communicator, collectives use it without copying. NCCL requires that all ranks register a buffer
- * or none does. Every rank runs the same version (compared when the ranks meet), so all take the
- * same path here. */
+ * NVLink switches and network cards can address memory of ncclMemAlloc. If it is registered with
+ * the communicator, collectives use it without a copy. NCCL requires that all ranks register a
+ * buffer, or none. They do, because the rendezvous checks that all ranks run the same version. */
 
 #if DTRAIN_NCCL_HAS_MEMORY
 static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
@@ -1444,7 +1436,7 @@ static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
                        hub->nccl.GetErrorString(result));
 }
-/* Give memory back. ncclMemFree unmaps it at once, unlike cudaFree, which waits for kernels. */
+/* Free memory. ncclMemFree unmaps it at once, while cudaFree waits for kernels. */
 static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -1524,7 +1516,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes)
 {
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)base)->hub;
-    (void)bytes; /* the list knows the size */
+    (void)bytes; /* recorded in the list */
     for (dtrain_nccl__memory **link = &hub->memory; *link; link = &(*link)->next) {
         dtrain_nccl__memory *memory = *link;
         if (memory->pointer != pointer) continue;
@@ -1538,12 +1530,11 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *point
 
 /* Create, split, destroy communicators
  *
- * A communicator is made in three steps: the struct and its events (comm_make), the agreement of
- * the ranks on a unique id (rendezvous), NCCL's own communicator (comm_init). The steps that can
- * fail on one rank alone come before the agreement, so that after it all ranks succeed or all
- * fail. */
+ * A communicator is made in three steps: comm_make allocates the struct and its events, rendezvous
+ * agrees on a unique id, comm_init creates NCCL's communicator. Every step that can fail on a
+ * single rank comes before the agreement. So after it all ranks succeed, or all fail. */
 
-/* Append a record to the list, as the newest. */
+/* Append a record to the list, as the newest one. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__add_record(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1588,8 +1579,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     return result;
 }
 
-/* Free a communicator. A thread that is still inside ncclCommAbort uses the struct, which is then
- * left to that thread. */
+/* Free a communicator. If a thread is still inside ncclCommAbort, it uses the struct, which then
+ * stays allocated. */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1617,8 +1608,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *com
     return dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommInitRankConfig");
 }
 
-/* Close a communicator. Finalize waits for operations in flight, and until no graph holds any of
- * its collectives, so it is polled; destroy then has nothing to wait for. */
+/* Close a communicator. ncclCommFinalize waits for operations in flight and for graphs that hold
+ * its collectives, so it is polled. Then ncclCommDestroy has nothing to wait for. */
 static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1637,7 +1628,7 @@ static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 
 /* ---- Splits -----------------------------------------------------------------------------------*/
 
-/* Run a collective on the host's memory, for the binding itself, and wait for it. */
+/* Run a collective of this file on host memory, and wait for it. */
 static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
                                          void *all, size_t ints)
 {
@@ -1648,8 +1639,8 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
 }
 
 #if DTRAIN_NCCL_HAS_SPLIT
-/* Split by ncclCommSplit. NCCL writes the new communicator once the call on the parent is complete,
- * or the parent is aborted. */
+/* Split by ncclCommSplit; a rank without a child takes part too. NCCL writes the new handle when
+ * the call on the parent is complete, or when the parent is aborted. */
 static dtrain_result dtrain_nccl__split_call(dtrain_nccl__hub *hub, ncclComm_t parent, int color,
                                              dtrain_nccl__comm *child, ncclConfig_t *config,
                                              const char *call)
@@ -1670,8 +1661,8 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
                                    "dtrain_comm_split");
 }
 
-/* Split the world's communicator from the host's. It shares nothing with it, so that it can be
- * aborted, and does not block, whatever the host's does. */
+/* Split the world's communicator from the host's. They share no resources, so the world's can be
+ * aborted. It is non-blocking, even if the host's is blocking. */
 static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
 {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -1681,8 +1672,8 @@ static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl_
                                    "ncclCommSplit of the host's communicator");
 }
 #else
-/* Split without ncclCommSplit: the first rank of each color makes an id, and all ids travel over
- * the parent. */
+/* Split without ncclCommSplit: the first rank of each color makes a unique id, and all ranks gather
+ * the ids over the parent. */
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
@@ -1709,7 +1700,7 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     return result;
 }
 
-/* Never called: hub_check_given has refused it. */
+/* Never called: dtrain_nccl__check_given refuses a communicator of the host. */
 static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl__comm *comm)
 {
     (void)hub;
@@ -1718,8 +1709,8 @@ static dtrain_result dtrain_nccl__split_host(dtrain_nccl__hub *hub, dtrain_nccl_
 }
 #endif
 
-/* Split: every rank learns the color and key of all, and lists the ranks with its color by key and
- * then by rank, by a stable insertion sort. */
+/* Split a communicator. Every rank gathers the color and key of all ranks. It sorts the ranks of
+ * its color by key, then by rank (a stable insertion sort). */
 static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, dtrain_comm **out)
 {
     dtrain_nccl__comm *parent = (dtrain_nccl__comm *)base, *child = NULL;
@@ -1751,7 +1742,7 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
     result = dtrain_nccl__fail(hub, result, "dtrain_comm_split: %s",
                                dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     if (child) {
-        dtrain_nccl__abort_one(child); /* NCCL may have completed it after the other ranks' abort */
+        dtrain_nccl__abort_one(child); /* the abort of the parent can have written its handle */
         dtrain_nccl__await_aborts(hub);
         dtrain_nccl__comm_free(child);
     }
@@ -1760,24 +1751,24 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
 
 /* ---- Rendezvous ---------------------------------------------------------------------------------
  *
- * Errors that can be known in advance are found before the ranks call NCCL together: each rank
- * tells the others its version and whether it can continue; the first one also sends the id that it
- * has made. All ranks check the same records and so come to the same result. (The world has checked
- * that no two ranks of a node sit on one device: it would not have chosen NCCL.) */
+ * The ranks look for errors before they call NCCL together, where all would wait for a failed rank.
+ * Each rank sends its NCCL version and its result so far, and the first rank also the unique id.
+ * All ranks check the same records, and so come to the same result. (No two ranks of a node share a
+ * device: the world has checked this before it chose NCCL.) */
 
-#define DTRAIN_NCCL_HELLO 0x64744e33u /* "dtN3": changes with the struct below */
+#define DTRAIN_NCCL_HELLO 0x64744e33u /* "dtN3"; must change with the struct below */
 
 typedef struct dtrain_nccl__hello {
     uint32_t magic;
-    int32_t status; /* dtrain_result of this rank's preparations */
+    int32_t status; /* dtrain_result of this rank so far */
     uint32_t version;
-    uint32_t split; /* 1: from a communicator of the host's */
+    uint32_t split; /* 1: splits a communicator of the host */
     char error[320];
-    ncclUniqueId id; /* the first rank's is used */
+    ncclUniqueId id; /* used from rank 0 only */
 } dtrain_nccl__hello;
 
-/* Exchange the records (size) of the ranks, check them, and get the id. `prepared` is this rank's
- * result so far, whose sentence goes to all. */
+/* Exchange the records of all ranks (size), check them, and return the unique id. `prepared` is
+ * this rank's result so far; after an error all ranks receive its sentence. */
 static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_result prepared,
                                              dtrain_nccl__hello *all, ncclUniqueId *id)
 {
@@ -1834,7 +1825,7 @@ static dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub, dtrain_resul
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* Check what the host has handed in. */
+/* Check the NCCL objects of the host. */
 static dtrain_result dtrain_nccl__check_given(dtrain_nccl__hub *hub)
 {
     const dtrain_nccl_given *given = hub->given;
@@ -1860,7 +1851,7 @@ static dtrain_result dtrain_nccl__check_given(dtrain_nccl__hub *hub)
                        user, count, device, rank, size, hub->device_index);
 }
 
-/* Do all that can fail on this rank alone. A guest reads no environment. */
+/* Do every step that can fail on a single rank. A guest reads no environment. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -1871,14 +1862,14 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
                            "dtrain_cuda_device_ops(), or leave comm_ops NULL",
                            ops->name);
     DTRAIN_NCCL_TRY(dtrain_nccl__load(&hub->nccl, &hub->version));
-    const cudaError_t error = cudaGetDevice(&hub->device_index); /* NCCL takes it too */
+    const cudaError_t error = cudaGetDevice(&hub->device_index); /* NCCL uses this device too */
     if (error != cudaSuccess)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
                            cudaGetErrorString(error));
     DTRAIN_NCCL_TRY(dtrain_nccl__check_given(hub));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[0].event));
-    /* Does NCCL order the kernels of different communicators as the host has launched them? */
+    /* True if kernels of different communicators start in the order of the host's launches. */
     const bool set = hub->given ? hub->given->launch_ordered : order && atoi(order) > 0;
     const bool ordered = hub->version >= 22600 && set;
     for (int i = 0; i < (ordered ? DTRAIN_NCCL__LANES : 1); i++) {
@@ -1891,8 +1882,8 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     return DTRAIN_OK;
 }
 
-/* Close everything. Graphs that the program has not destroyed are of no use to anybody now, and
- * while_waiting stays until all memory is free: it keeps the deadline of that too. */
+/* Close everything. Graphs that still exist are dropped: they can no longer run. while_waiting
+ * stays set until all memory is free, because freeing can wait and needs the deadline. */
 static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -1930,11 +1921,11 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
     if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
 }
 
-/* Create the world's communicator. After an error on one rank all ranks return one, and nothing is
- * left. */
+/* Create the world's communicator. If one rank fails, all ranks return an error and free
+ * everything. */
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
-    dtrain_world_info room[2]; /* a program's dtrain.h may be newer, and its info larger */
+    dtrain_world_info room[2]; /* the info of a newer dtrain.h can be larger */
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
@@ -1974,7 +1965,7 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     return DTRAIN_OK;
 }
 
-/* Destroy a communicator. The world's is the first; destroying it destroys all others. */
+/* Destroy a communicator. The world's is the oldest; destroying it destroys all others. */
 static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;

@@ -15,8 +15,8 @@ mutant "linear: the sum of y is left out" tape/linear.c 's/sum_values(op, gemm.c
 mutant "linear: the sum of y is doubled" tape/linear.c '/_linear_forward(/,/^}/s/gemm.aux = NULL;/& gemm.alpha = 2;/'
 mutant "linear: the sum of y is a mean" tape/linear.c "/_linear_forward(/,/^}/s/gemm.aux = NULL;/& gemm.alpha = 1 \/ $t;/"
 mutant "linear: the bias is added by each rank" tape/linear.c 's/    gemm.bias = NULL;//'
-mutant "linear: no activation behind the sum" tape/linear.c 's/bias.activation = layer.*;/bias.activation = 0;/'
-mutant "linear: the value before the activation is not kept" tape/linear.c 's/bias.aux = .*;/bias.aux = NULL;/'
+mutant "linear: no activation behind the sum" tape/linear.c 's/    return op->device->ops->bias(op->device, &gemm);/    gemm.activation = 0;\n&/'
+mutant "linear: the value before the activation is not kept" tape/linear.c 's/    return op->device->ops->bias(op->device, &gemm);/    gemm.aux = NULL;\n&/'
 mutant "linear: the sum of d_x is left out" tape/linear.c 's/sum_values(op, product, x->count/sum_values(op, product, 0/'
 mutant "linear: the sum of d_x is doubled" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_ROWS ? 2 : 1;/"
 mutant "linear: the sum of d_x is a mean" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_ROWS ? 1 \/ $t : 1;/"

@@ -5,7 +5,7 @@ failures=0 skipped=0
 complain() { failures=$((failures + 1)); echo "lint: $*"; }
 
 # ---- src/ and what is joined from it ----
-lines=42274 # of dtrain.h: who vendors it compiles it
+lines=42280 # of dtrain.h: who vendors it compiles it
 # What a folder of src/ may include besides itself; what everybody may include: the table of a device.
 arrows='core:
 world:    core
@@ -53,10 +53,10 @@ for file in $(find src -name '*.c' -o -name '*.cuh'); do
 done
 [ "$(wc -l <dtrain.h)" -le "$lines" ] || complain "dtrain.h has more than $lines lines: what is added replaces something"
 core=$(awk '/Ring 1: core ---/ { first = FNR } /Ring 2: state ---/ { print FNR - first }' dtrain.h)
-[ "$core" -le 14902 ] || complain "ring 1 of dtrain.h has $core lines: limits only go down"
+[ "$core" -le 14891 ] || complain "ring 1 of dtrain.h has $core lines: limits only go down"
 # Lines of the five files of DDP and sharding, and the number of functions that are called once: a straight road reads better.
 path=$(cd src/strategy && cat strategy.h layout.c reduce.c units.c create.c | wc -l)
-[ "$path" -le 1665 ] || complain "the five files of DDP and sharding have $path lines: limits only go down"
+[ "$path" -le 1662 ] || complain "the five files of DDP and sharding have $path lines: limits only go down"
 once=$(awk -f tests/scripts/called_once.awk dtrain.h)
 [ "${once% *}" -le 419 ] || complain "$once: functions of dtrain.h that are called once, of all: limits only go down"
 # Its text in bytes, of gcc 12 with -O2 on x86: everything, and only the core. Times are bench/compile.sh's.
@@ -86,11 +86,11 @@ banned="fate|landing|landed|taped|unsure|ghost|twin|blame|woven|place_of_stage|p
 grep -r -n -i -E "$banned" src && complain "src/ uses words that have plain ones: $banned"
 unclear="those of|behind|alone|of (its|their) own|go(es)? on|may be|the others?'s"
 unclear_lines=$(grep -r -h -w -i -E "$unclear" src | wc -l)
-[ "$unclear_lines" -le 90 ] || complain "$unclear_lines lines of src/ have one of these, at most 90: $unclear"
+[ "$unclear_lines" -le 58 ] || complain "$unclear_lines lines of src/ have one of these, at most 58: $unclear"
 
 # ---- The public functions ----
 # There may be so many. What no example, tool or bench calls has its reason here: pattern, reason.
-functions=158 structs=110 fields=1057
+functions=158 structs=111 fields=1060
 unshown='dtrain_collective_result for authors of a transport
 dtrain_device_account for authors of a device
 dtrain_tape_(query|recompute) for loops without the trainer

@@ -36,7 +36,7 @@ mutant() {
         why="survives"
     else
         passed=$((passed + 1))
-        echo "  killed: $1 ($(grep -h -m 1 -oE 'FAIL (seed [0-9]*: .*|test_[a-z_]*)' "$out/log" | cut -c 1-90))"
+        echo "  killed: $1 ($(grep -a -h -m 1 -oE 'FAIL (seed [0-9]*: .*|test_[a-z_]*)' "$out/log" | cut -c 1-90))"
         return
     fi
     failed=$((failed + 1))
