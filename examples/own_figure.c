@@ -1,7 +1,7 @@
 /* own_figure.c: a figure of the program's own, added to each step in one line, in everything that shows the run.
  *
  *   build:   cc -O2 -I. examples/own_figure.c -o own_figure -lm -lpthread
- *   run:     ./own_figure [FILE [FOLDER]]       for JSON lines and TensorBoard
+ *   run:     ./own_figure [FILE] [FOLDER]       for JSON lines and TensorBoard
  *   expect:
  *     step 100: loss 0.1045, perplexity 1.110
  *     step 200: loss 0.0996, perplexity 1.105
@@ -88,7 +88,7 @@ int main(int argc, char **argv)
     const dtrain_launch_desc desc = {.default_rank_count = 2};
     const dtrain_metrics_sink sink = {.name = "show", .take = show};
     dtrain_metrics_desc report = {.jsonl_path = argc > 1 ? argv[1] : "own_figure.jsonl",
-                                  .tensorboard_dir = argc > 2 ? argv[2] : "own_figure",
+                                  .tensorboard_dir = argc > 2 ? argv[2] : "own_figure.tensorboard",
                                   .sinks = &sink,
                                   .sink_count = 1};
     if (dtrain_launch(&desc, train, &report, NULL) == DTRAIN_OK) return 0;

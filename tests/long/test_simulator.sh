@@ -27,11 +27,11 @@ ring="--cluster custom --gpus-per-node 1 --network-gbps 100 --latency-us 10 --hb
 simulate $ring --gpus 1,8 --batch-sizes 4 --no-overlap --bucket-mib 100000
 one=$(awk "BEGIN { printf \"%.9g\", 1e3 * 4 * (3 * $flops + 3.5 / 0.6 * $attention) / 100e12 }")
 sent=$((2 * 7 * elements * 4 / 8))
-comm=$(awk "BEGIN { printf \"%.9g\", 1e3 * (3 * 14 * 10e-6 + $sent / 12.5e9) }") # and the weights of the step
+comm=$(awk "BEGIN { printf \"%.9g\", 1e3 * (2 * 14 * 10e-6 + $sent / 12.5e9) }") # and the weights of the step
 near "1 GPU: forward and twice that backward" "$(field step_ms 1)" "$one"
 near "1 GPU sends nothing" "$(field comm_bytes 1)" 0
 near "8 GPUs send 2 (N-1)/N of the gradients" "$(field comm_bytes 2)" "$sent"
-near "two buckets (the first is small) of alpha and beta" "$(field comm_ms 2)" "$comm"
+near "one bucket of alpha and beta" "$(field comm_ms 2)" "$comm"
 near "without overlap all of it is exposed" "$(field exposed_comm_ms 2)" "$comm"
 near "a step is compute and communication" "$(field step_ms 2)" "$(awk "BEGIN { printf \"%.9g\", $one + $comm }")"
 near "efficiency is their share" "$(field efficiency 2)" "$(awk "BEGIN { printf \"%.6g\", 100 * $one / ($one + $comm) }")"
@@ -53,11 +53,10 @@ tail=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 7 / 8 * 4 * 50304 * 768 / 125e9 }
 holds "overlap leaves the tail" "$(field exposed_comm_ms 1) >= $tail * 0.999 && $(field exposed_comm_ms 1) < 1.3 * $tail"
 
 # Emulated links (tools/emulated_links.h): all-reduce over 2 nodes of 4 on 1 Gb/s. Large: every rank sends a slice of 1/8 to 4 others, twice.
-# Small, as the first bucket is (768 elements), and the weights (1, and whether there is a gradient of each of 76): its
-# whole input to 4 others, once.
+# Small, as the weights are (1, and whether there is a gradient of each of 76): its whole input to 4 others, once.
 simulate --cluster cpu --network-gbps 1 --latency-us 50 --nvlink-gbs 1e15 --gpus 8 --strategies ddp --bucket-mib 100000
-links=$(awk "BEGIN { large = 2 * 4 * 4 * ($elements - 768) * 4 / 8; small = 4 * 4 * (768 + 77) * 4
-    printf \"%.9g\", 1e3 * (4 * 50e-6 + (large + small) / 0.125e9) }")
+links=$(awk "BEGIN { large = 2 * 4 * 4 * $elements * 4 / 8; small = 4 * 4 * 77 * 4
+    printf \"%.9g\", 1e3 * (3 * 50e-6 + (large + small) / 0.125e9) }")
 near "emulated links" "$(field comm_ms 1)" "$links"
 
 # What the strategy has counted, and memory falling as more is sharded.
