@@ -12208,7 +12208,7 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
 
 /* Read Slurm's variables. Without SLURM_STEP_ID this is a shell of sbatch or salloc, which is no
  * rank. srun --mpi=pmi2 sets MPICH's variables too: if they contradict Slurm's, this is a rank of
- * an mpirun inside of the step. */
+ * an mpirun inside the step. */
 static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
@@ -25746,7 +25746,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 /* ---- Errors
  *
  * The tape keeps the sentence with the code: other calls on this thread can replace the thread's
- * last error before somebody asks. */
+ * last error before the program asks. */
 
 /* Keep the first error of a pass. Returns `result`. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
@@ -33412,7 +33412,7 @@ typedef struct dtrain__records {
     FILE *stream; /* the program's stream; NULL: fd */
     int fd;       /* -1: none */
     int64_t size; /* bytes of whole records; -1: the file cannot be cut (a pipe) */
-    bool torn;    /* true if the file ends with a part of a record */
+    bool partial; /* true if the file ends with a part of a record */
     const char *path;
 } dtrain__records;
 
@@ -33898,7 +33898,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
     const int how = O_WRONLY | O_CREAT | O_APPEND | O_NOCTTY | O_NONBLOCK;
     file->stream = NULL;
     file->path = path;
-    file->torn = false;
+    file->partial = false;
     file->size = -1;
     file->fd = dtrain__open(path, append ? how : how | O_TRUNC);
     if (file->fd < 0)
@@ -33918,28 +33918,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
     }
     if (reader >= 0) close(reader);
     if (end == file->size) return DTRAIN_OK;
-    if (ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
+    if (ftruncate(file->fd, (off_t)end) != 0) file->partial = true;
     else file->size = end;
     return DTRAIN_OK;
 }
 
-/* Append a record. After a failure nothing of the record is left, or the file is torn. */
+/* Append a record. After a failure none of it is in the file, or the file ends with a part. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
                                                      const dtrain__text *record)
 {
     size_t written = 0;
     if (record->failed) return DTRAIN_ERROR_MEMORY;
-    if (file->torn && dtrain__records_write(file, "\n", 1, &written)) {
+    if (file->partial && dtrain__records_write(file, "\n", 1, &written)) {
         if (file->size >= 0) file->size++;
-        file->torn = false;
+        file->partial = false;
     }
-    if (!file->torn && dtrain__records_write(file, record->at, record->bytes, &written)) {
+    if (!file->partial && dtrain__records_write(file, record->at, record->bytes, &written)) {
         if (file->size >= 0) file->size += (int64_t)record->bytes;
         return DTRAIN_OK;
     }
     const dtrain_result failed = dtrain__file_fail(file->path, "written");
     if (written > 0 && !file->stream)
-        file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
+        file->partial = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
     return failed;
 }
 
@@ -34340,7 +34340,7 @@ static dtrain_result dtrain__event_end(dtrain_metrics *m)
     const uint32_t head_crc = dtrain__masked_crc(head, sizeof length);
     memcpy(head + sizeof length, &head_crc, sizeof head_crc);
     dtrain__text_append(&m->text, &crc, sizeof crc);
-    if (m->tensorboard.file.torn)
+    if (m->tensorboard.file.partial)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
                            m->tensorboard.path);
     return dtrain__records_append(&m->tensorboard.file, &m->text);

@@ -138,7 +138,7 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
 
 /* Read Slurm's variables. Without SLURM_STEP_ID this is a shell of sbatch or salloc, which is no
  * rank. srun --mpi=pmi2 sets MPICH's variables too: if they contradict Slurm's, this is a rank of
- * an mpirun inside of the step. */
+ * an mpirun inside the step. */
 static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */

@@ -71,7 +71,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
     const int how = O_WRONLY | O_CREAT | O_APPEND | O_NOCTTY | O_NONBLOCK;
     file->stream = NULL;
     file->path = path;
-    file->torn = false;
+    file->partial = false;
     file->size = -1;
     file->fd = dtrain__open(path, append ? how : how | O_TRUNC);
     if (file->fd < 0)
@@ -91,28 +91,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
     }
     if (reader >= 0) close(reader);
     if (end == file->size) return DTRAIN_OK;
-    if (ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
+    if (ftruncate(file->fd, (off_t)end) != 0) file->partial = true;
     else file->size = end;
     return DTRAIN_OK;
 }
 
-/* Append a record. After a failure nothing of the record is left, or the file is torn. */
+/* Append a record. After a failure none of it is in the file, or the file ends with a part. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
                                                      const dtrain__text *record)
 {
     size_t written = 0;
     if (record->failed) return DTRAIN_ERROR_MEMORY;
-    if (file->torn && dtrain__records_write(file, "\n", 1, &written)) {
+    if (file->partial && dtrain__records_write(file, "\n", 1, &written)) {
         if (file->size >= 0) file->size++;
-        file->torn = false;
+        file->partial = false;
     }
-    if (!file->torn && dtrain__records_write(file, record->at, record->bytes, &written)) {
+    if (!file->partial && dtrain__records_write(file, record->at, record->bytes, &written)) {
         if (file->size >= 0) file->size += (int64_t)record->bytes;
         return DTRAIN_OK;
     }
     const dtrain_result failed = dtrain__file_fail(file->path, "written");
     if (written > 0 && !file->stream)
-        file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
+        file->partial = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
     return failed;
 }
 

@@ -36,7 +36,7 @@ typedef struct dtrain__records {
     FILE *stream; /* the program's stream; NULL: fd */
     int fd;       /* -1: none */
     int64_t size; /* bytes of whole records; -1: the file cannot be cut (a pipe) */
-    bool torn;    /* true if the file ends with a part of a record */
+    bool partial; /* true if the file ends with a part of a record */
     const char *path;
 } dtrain__records;
 

@@ -128,7 +128,7 @@ static dtrain_result dtrain__event_end(dtrain_metrics *m)
     const uint32_t head_crc = dtrain__masked_crc(head, sizeof length);
     memcpy(head + sizeof length, &head_crc, sizeof head_crc);
     dtrain__text_append(&m->text, &crc, sizeof crc);
-    if (m->tensorboard.file.torn)
+    if (m->tensorboard.file.partial)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
                            m->tensorboard.path);
     return dtrain__records_append(&m->tensorboard.file, &m->text);

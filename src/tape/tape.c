@@ -90,7 +90,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 /* ---- Errors
  *
  * The tape keeps the sentence with the code: other calls on this thread can replace the thread's
- * last error before somebody asks. */
+ * last error before the program asks. */
 
 /* Keep the first error of a pass. Returns `result`. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
