@@ -76,7 +76,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 
 /* True if a bucket is reduced in this backward: one with shards_grads in every backward, whole
  * gradients in the last of a training step; until then they add up on each rank. */
-static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+static bool dtrain__reduces_now(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
@@ -107,7 +107,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     layout->entries[index].marked = true;
     strategy->marked_count++;
     bucket->pending--;
-    if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
+    if (--shared->pending == 0 && dtrain__reduces_now(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap && !dtrain__walks_units(strategy))
         DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->untied));
@@ -189,7 +189,7 @@ static dtrain_result dtrain__begin_next(dtrain_strategy *strategy, dtrain__bucke
 }
 
 /* Wait for the step under way, end it, and begin the next. In DDP: wait for the all-reduce. */
-DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__await_step(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (bucket->step == DTRAIN__REDUCED) return DTRAIN_OK;
     const dtrain__step *step = &bucket->steps->list[bucket->step - 1];
@@ -208,10 +208,10 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
         dtrain__bucket *bucket = &buckets[strategy->launched];
         if (bucket->pending) break;
         bucket->step = DTRAIN__REDUCED;
-        if (!dtrain__travels(strategy, bucket)) continue;
+        if (!dtrain__reduces_now(strategy, bucket)) continue;
         for (size_t b = strategy->oldest; strategy->lockstep && b < strategy->launched; b++)
             if (buckets[b].step != DTRAIN__REDUCED && dtrain__has_next(strategy, &buckets[b]))
-                DTRAIN__TRY(dtrain__advance(strategy, &buckets[b]));
+                DTRAIN__TRY(dtrain__await_step(strategy, &buckets[b]));
         bucket->step = 0;
         DTRAIN__TRY(dtrain__begin_next(strategy, bucket));
     }
@@ -231,7 +231,7 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
             if (bucket->step >= slowest && dtrain__has_next(strategy, bucket)) break;
             for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
                 DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
-            if (done) DTRAIN__TRY(dtrain__advance(strategy, bucket));
+            if (done) DTRAIN__TRY(dtrain__await_step(strategy, bucket));
         }
         if (bucket->step < slowest) slowest = bucket->step;
         if (b == strategy->oldest && bucket->step == DTRAIN__REDUCED) strategy->oldest++;
@@ -248,7 +248,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
     while (strategy->oldest < end) {
         DTRAIN__TRY(dtrain__progress(strategy));
         for (size_t b = strategy->oldest; b < end; b++) {
-            DTRAIN__TRY(dtrain__advance(strategy, &buckets[b]));
+            DTRAIN__TRY(dtrain__await_step(strategy, &buckets[b]));
             if (!strategy->lockstep) break;
         }
         while (strategy->oldest < end && buckets[strategy->oldest].step == DTRAIN__REDUCED)
@@ -266,7 +266,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     dtrain__layout *layout = &strategy->layout;
     while (strategy->launched < end) {
         dtrain__bucket *bucket = &layout->buckets[strategy->launched];
-        const bool incomplete = bucket->pending && dtrain__travels(strategy, bucket);
+        const bool incomplete = bucket->pending && dtrain__reduces_now(strategy, bucket);
         bucket->pending = 0;
         for (uint32_t i = bucket->first_param; incomplete && i <= bucket->last_param; i++) {
             const dtrain__entry *entry = &layout->entries[i];

@@ -178,7 +178,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_wide(const dtrain_param *params, siz
                                                  const dtrain_strategy_desc *desc);
 
 /* strategy/reduce.c */
-DTRAIN__PRIVATE dtrain_result dtrain__advance(dtrain_strategy *strategy, dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__await_step(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
 

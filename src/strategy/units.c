@@ -178,7 +178,7 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
         return dtrain__settle_steps(strategy, false);
     }
     for (size_t i = strategy->oldest; i <= b; i++)
-        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__advance(strategy, &buckets[i]));
+        while (buckets[i].step <= last) DTRAIN__TRY(dtrain__await_step(strategy, &buckets[i]));
     return DTRAIN_OK;
 }
 
