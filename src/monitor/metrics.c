@@ -254,6 +254,13 @@ static dtrain_result dtrain__metrics_usable(const dtrain_metrics *metrics, const
     return DTRAIN_OK;
 }
 
+/* Return a figure in bytes; 0 if the record lacks it, or if no 64-bit integer can hold it. */
+static uint64_t dtrain__record_bytes(const dtrain_step_record *record, const char *key)
+{
+    const double bytes = dtrain_record_value(record, key);
+    return bytes >= 0 && bytes < 9e18 ? (uint64_t)bytes : 0;
+}
+
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record)
 {
@@ -278,9 +285,9 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->seconds = now - metrics->started;
-    s->comm_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "comm_bytes"));
-    s->tensor_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "tensor_bytes"));
-    s->pipeline_bytes += (uint64_t)fmax(0, dtrain_record_value(record, "pipeline_bytes"));
+    s->comm_bytes += dtrain__record_bytes(record, "comm_bytes");
+    s->tensor_bytes += dtrain__record_bytes(record, "tensor_bytes");
+    s->pipeline_bytes += dtrain__record_bytes(record, "pipeline_bytes");
     dtrain__metrics_list(metrics);
     dtrain__sinks_take(metrics, DTRAIN_METRICS_STEP);
     const uint32_t every = metrics->desc.histogram_every;
