@@ -18615,11 +18615,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *o
                                                        const dtrain_step_scalars *device_scalars);
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer);
 
-/* optim/recorded.c */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
-                                                             float lr);
-DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
-
 /* optim/groups.c */
 DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc);
 DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
@@ -18633,13 +18628,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
                                                   const dtrain_optimizer_desc *desc);
 
-/* optim/muon.c, of ring 3: models. Without it groups.c refuses Muon, and nothing calls these. */
+/* optim/muon.c and recorded.c, of ring 3: models. Without it groups.c refuses Muon. */
 #if DTRAIN__MODELS
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon);
 DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
                                                 const dtrain_shard *const *sources,
                                                 const dtrain_optimizer_args *step);
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr);
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
 #else
 #define dtrain__muon_layout(optimizer, memory, muon) ((void)(muon), (size_t)0)
 #define dtrain__step_muon(device, muon, sources, step) ((void)(muon), DTRAIN_ERROR_UNSUPPORTED)

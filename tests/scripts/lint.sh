@@ -156,7 +156,7 @@ done
 # Examples are what a user may write.
 grep -n -i 'dtrain__' examples/*.c examples/hosts/*/*.[ch] && complain "examples/ use private names"
 
-SOURCES="$(find src -name '*.[ch]' ! -name manual.h) $(find src -name '*.cuh') examples/*.[ch] examples/hosts/*.h examples/hosts/*/*.[ch] tools/*.h tools/*/*.[ch] $(ls tests/*/*.[ch] | grep -v tests/reference/) tests/*/*.cpp tests/*/*/*.[ch]* bench/*.[ch]"
+SOURCES="$(find src -name '*.[ch]' ! -name manual.h) $(find src -name '*.cuh') examples/*.[ch] examples/hosts/*.h examples/hosts/*/*.[ch] tools/*.h tools/*/*.[ch] $(ls tests/*/*.[ch] | grep -v tests/reference/) tests/*/*.cpp tests/*/*/*.[ch] tests/*/*/*.cpp bench/*.[ch]"
 for file in $SOURCES; do
     wide=$(awk 'length > 120 { print FILENAME ":" FNR; exit }' "$file")
     [ -z "$wide" ] || complain "$wide is wider than 120 columns"
