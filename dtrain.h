@@ -39292,23 +39292,26 @@ DTRAIN__HELPER int64_t DTRAIN__K(mix_fours)(const dtrain__mix_job *job, dtrain_d
 {
     const int64_t count = (int64_t)job->count, w = DTRAIN__W;
     const char *const *in = job->in;
+    const int ins = job->in_count, outs = job->out_count;
     int64_t at = 0;
     for (; at + 4 * w <= count; at += 4 * w) {
         dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
         dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
         dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
         dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
-        for (int i = 1; i < job->in_count; i++) {
+        for (int i = 1; i < ins; i++) {
             a += dtrain__vload_as(in[i], dtype, at, w);
             b += dtrain__vload_as(in[i], dtype, at + w, w);
             c += dtrain__vload_as(in[i], dtype, at + 2 * w, w);
             d += dtrain__vload_as(in[i], dtype, at + 3 * w, w);
         }
-        for (int i = 0; i < job->out_count; i++) {
-            dtrain__vstore_as(job->out[i], dtype, at, a * scale, w);
-            dtrain__vstore_as(job->out[i], dtype, at + w, b * scale, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, c * scale, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, d * scale, w);
+        a *= scale, b *= scale, c *= scale, d *= scale;
+        for (int i = 0; i < outs; i++) {
+            char *out = job->out[i];
+            dtrain__vstore_as(out, dtype, at, a, w);
+            dtrain__vstore_as(out, dtype, at + w, b, w);
+            dtrain__vstore_as(out, dtype, at + 2 * w, c, w);
+            dtrain__vstore_as(out, dtype, at + 3 * w, d, w);
         }
     }
     return at;
