@@ -1309,7 +1309,7 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * communicators of the world, and MPI is not called again: MPI_Finalize can then hang, and MPI can
  * still write to buffers of operations in flight. A program that must survive the end of a rank
  * ignores SIGPIPE, because Open MPI writes to sockets of dead ranks. Over TCP, Open MPI can then,
- * rarely, hang in a call; mpirun ends such a process with the job, unless told to continue without
+ * rarely, hang in a call; mpirun ends such a process with the job, unless asked to continue without
  * a rank. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
@@ -2443,7 +2443,7 @@ typedef struct dtrain_load_info {
 
 /* Load a checkpoint, between two steps. Collective. path: one checkpoint, or a directory that a run
  * saved to. From a directory, load takes the newest checkpoint that can be read whole, and warns of
- * newer ones that cannot. desc and info may be NULL.
+ * newer ones that cannot. desc and info can be NULL.
  *
  * DTRAIN_ERROR_NOT_FOUND: the directory does not exist, or has no checkpoint, so a run can begin.
  * After any other error a run must not begin.
@@ -2491,7 +2491,7 @@ typedef struct dtrain_export_desc {
 
 /* Write the values of all parameters to a file, in the order of the parameters, tied parameters
  * once. Collective, between two steps. Every rank holds one whole parameter at a time in host
- * memory, and rank 0 writes. desc may be NULL.
+ * memory, and rank 0 writes. desc can be NULL.
  *
  * The file is written as path.tmp, synced to the disk, and renamed: a file named `path` is whole.
  * An error leaves an older file of this name as it was.
@@ -2525,7 +2525,7 @@ typedef struct dtrain_import_info {
  * index. Collective, between two steps. Every rank reads its pieces, block by block; of a
  * transposed parameter it reads all rows of its columns. Then import publishes the values and sets
  * the master copies of the state's optimizer, as dtrain_state_changed does. The moments and steps
- * of the optimizer stay. desc and info may be NULL.
+ * of the optimizer stay. desc and info can be NULL.
  *
  * path: a safetensors file, or an index (a name that ends with ".json") beside its files. If the
  * file does not exist, "path.index.json" is tried. Every rank opens the files. Symbolic links are
@@ -3180,10 +3180,10 @@ static inline dtrain_result dtrain_record_add(dtrain_step_record *record, const 
  *
  * desc->graph records the third step and replays it in later ones: the same kernels on the same
  * addresses, without calling loss. Its inputs must come through dtrain_tape_input from buffers that
- * keep their address (next_batch fills them); its other work on the host happens once. The bits are
- * those of a run without graph. graph needs a device that can record, next_batch, and collectives
- * that work on the device's streams (one rank, or dtrain_nccl.h). It refuses loss scaling and
- * compression, and these two refuse each other: bf16 needs no scale. */
+ * keep their address (next_batch fills them); its other work on the host happens once. The bits
+ * equal the bits of a run without graph. graph needs a device that can record, next_batch, and
+ * collectives that work on the device's streams (one rank, or dtrain_nccl.h). It refuses loss
+ * scaling and compression, and these two refuse each other: bf16 needs no scale. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 /* Free a trainer and its tape; NULL is ignored. */
@@ -3216,7 +3216,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  int64_t batches, double *loss);
 /* Run a forward pass of the program between two steps, without gradients, and read the tensor that
  * it makes (count floats): to generate, or to measure. The trainer calls `forward` like loss, with
- * this user; it marks the units that loss marks. Shapes can differ from those of other passes.
+ * this user; it marks the units that loss marks. Shapes can differ from other passes.
  * Without a pipeline this is as collective as passes on the trainer's tape. With a pipeline it is
  * collective: all ranks come with the same inputs, the last stage makes the tensor, and all ranks
  * get the values. The trainer calls forward once to find what crosses stages, and once for each
@@ -3255,7 +3255,7 @@ typedef struct dtrain_batch_search {
  *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
  * memory_limit and other_bytes are the strategy desc's, read as AUTO reads them, and autocast's
- * copies are those of its kind. For AUTO the kind that needs least counts, with all copies, and
+ * copies are counted for its kind. For AUTO the kind that needs least counts, with all copies, and
  * dtrain_strategy_create then takes the first kind that leaves room for the batch. Every rank tries
  * the prediction: all allocate and touch that much memory at the same time, and where one cannot,
  * all try an eighth less. At the end set_batch has been called with search->batch, whose memory is
@@ -3333,7 +3333,7 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
  *                      device memory that the library has allocated: now, most so far, and the
  *                      tape's largest pass; on the rank that holds most
  *
- * Times of a step are those of spans (world/timeline.h), which do not overlap: data + forward +
+ * Times of a step are times of spans (world/timeline.h), which do not overlap: data + forward +
  * backward + exposed_comm + optimizer is the step without the time of the trainer itself. On a GPU,
  * where calls queue work, times are the host's; a recorded step has only step_ms.
  *
@@ -9304,7 +9304,7 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
         dtrain__writer_add(out, "}");
     }
 
-    /* The world's communicator and those of the engine; other communicators are in no list. */
+    /* The world's and the engine's communicators; other communicators are in no list. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
     if (!first) dtrain__dump_communicator(out, world->comm, ring->code != 0, true);
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
@@ -13224,7 +13224,7 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: owner rank of each storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: first element of each rank's shard */
     size_t bucket_count, unit_count;
-    /* End of the buckets that may be launched before finish. The later ones are weights tied
+    /* End of the buckets that can be launched before finish. The later ones are weights tied
      * between stages of several ranks. Assume that a stage started their sum in the middle of a
      * schedule, and that collectives run in the order of their start: it would wait for a stage
      * that waits for a message from it. */
@@ -13919,7 +13919,7 @@ DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t 
  * A layout is a pure function of what all ranks have in common. Ranks need not exchange it, and a
  * plan can make one without ranks. Ranks of a tensor axis can have parts of different lengths, and
  * still put the same parameters into the same buckets in the same order: lengths that decide about
- * buckets are those of an even part (dtrain__even_count).
+ * buckets are computed from an even part (dtrain__even_count).
  *
  *     kind                                                              state  grads  params
  *     DDP: buckets by size, last parameter first; everything is whole   -      -      -
@@ -14469,7 +14469,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * The example is DDP. The numbers 1 to 4 are those of the sections below.
+ * The example is DDP. The numbers 1 to 4 name the sections below.
  *
  *       the tape or the host        on this rank                           among the ranks
  *
@@ -16721,7 +16721,7 @@ static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_
     return DTRAIN_OK;
 }
 
-/* List the steps before those of the data axis. If collectives run in the order of their start,
+/* List the steps before the data axis's steps. If collectives run in the order of their start,
  * TENSOR waits for its few bytes: so the next step, with many bytes, overlaps with backward. */
 static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
 {
@@ -20010,7 +20010,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
 DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* True if gradients are reduced node by node: hierarchical, on several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators of the tensor axis: those of operations, and of sums of
+/* Add up the counters of all communicators of the tensor axis: for operations, and for sums of
  * whole parameters' gradients. */
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
@@ -21846,7 +21846,7 @@ static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_resul
     pthread_mutex_unlock(&c->mutex);
 }
 
-/* Write this rank's files. In the background, rank 0 also publishes the checkpoint here. */
+/* Write this rank's files. In the background, rank 0 also publishes the checkpoint. */
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
@@ -24425,7 +24425,7 @@ DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain
  *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
  *
  * f is 1 if the numbers of samples are proportional. f is needed before the backward, when the
- * numbers of later micro-batches are unknown: they must be proportional to those of the first.
+ * numbers of later micro-batches are unknown: they must be proportional to the first's numbers.
  *
  * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
  * training or an evaluation it does not know that number, and takes part until all ranks have ended
@@ -24996,7 +24996,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
  *
  * SEND can read the pass's inbox, if the stage only passes a tensor on. The pass's last action,
  * which is BACKWARD or WEIGHT, frees the inbox. A received gradient proves that the next stage has
- * taken the tensor; but there may be no gradient, so BACKWARD waits for SEND.
+ * taken the tensor; but a stage can have no gradient, so BACKWARD waits for SEND.
  *
  * A gradient to send has separate memory for each slot: the peer may compute for so long that this
  * rank's next BACKWARD in the slot comes before the peer receives. Only the slot's next
@@ -31517,7 +31517,7 @@ enum {
     DTRAIN__WORD_MEMORY_PEAK,    /* largest of them so far */
     DTRAIN__WORD_ACTIVATIONS,    /* bytes of the tape */
     DTRAIN__WORD_FLOPS,          /* as dtrain_tape_info counts them */
-    DTRAIN__WORD_COMM_BYTES,     /* bytes sent; at + kind, those of a dtrain_collective_kind */
+    DTRAIN__WORD_COMM_BYTES,     /* bytes sent; at + kind, by a dtrain_collective_kind */
     DTRAIN__WORD_TENSOR_BYTES = DTRAIN__WORD_COMM_BYTES + DTRAIN_COLLECTIVE_KINDS,
     DTRAIN__WORD_PIPELINE_BYTES,
     DTRAIN__FIGURE_WORDS, /* number of words that become figures */
@@ -32782,7 +32782,7 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  *
  *     counters before | the step | counters after -> words -> all-gather -> figures, decisions
  *
- * A rank measures its words, gathers those of all ranks, and makes the record from them. All ranks
+ * A rank measures its words, gathers all ranks' words, and makes the record from them. All ranks
  * judge the same numbers: a loss that is not finite is the same error on each of them.
  *
  * A rank either computes or is inside a communicator. A fast rank waits there for a slow one: a
@@ -33772,7 +33772,7 @@ static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_i
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second /= summary->step_ms; /* until here the mean of their products */
+    summary->tokens_per_second /= summary->step_ms; /* was the mean of their products */
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
@@ -33788,8 +33788,8 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 
 /* ---- The end ----------------------------------------------------------------------------------*/
 
-/* End the stream; a second call does nothing. Lost records are an error here: the training is over,
- * and an error stops nothing. */
+/* End the stream; a second call does nothing. Return an error if records were lost: the training is
+ * over, and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     dtrain_metrics_info info;
@@ -37311,7 +37311,7 @@ typedef struct dtrain__conv {
     const float *bias;
     dtrain_dtype dtype;
     bool patches;    /* 3 x 3 taps by patches */
-    int64_t reserve; /* floats of scratch before those of a product */
+    int64_t reserve; /* floats of scratch before a product's scratch */
     float *packed;   /* scratch */
     int32_t *order;  /* (2, taps) of scratch: natural order, order of a class */
 } dtrain__conv;

@@ -15,7 +15,7 @@
  *     learned -0.00 +1.50 -1.00 -0.50    truth +0.00 +1.50 -1.00 -0.50
  *
  * The program learns a 2 x 3 matrix and two biases from noisy samples. Each rank draws different
- * samples, so two ranks see twice as many per step. dtrain does three things here: it starts the
+ * samples, so two ranks see twice as many per step. dtrain does three things: it starts the
  * ranks, copies rank 0's initial weights to all of them, and averages each gradient over the ranks
  * while backward still computes the next one. The rest is plain C. */
 #define DTRAIN_IMPLEMENTATION

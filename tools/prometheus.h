@@ -12,7 +12,7 @@
  *     # HELP dtrain_step_seconds Time of a step, slowest rank.
  *     # TYPE dtrain_step_seconds gauge
  *     dtrain_step_seconds{run="a"} 0.0125
- *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank. Here: of each rank.
+ *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank. Value of each rank.
  *     # TYPE dtrain_rank_step_seconds gauge
  *     dtrain_rank_step_seconds{run="a",rank="0"} 0.0125 */
 #ifndef PROMETHEUS_H
@@ -35,7 +35,7 @@ typedef struct prometheus {
     double steps;                         /* of this run */
     double loss, correct;                 /* of the last evaluation; NaN before the first */
     double sent[DTRAIN_COLLECTIVE_KINDS]; /* in all steps */
-    const char *sent_keys[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes"; NULL behind the last */
+    const char *sent_keys[DTRAIN_COLLECTIVE_KINDS]; /* "send_bytes"; NULL after the last */
 } prometheus;
 
 /* A figure by its key: its name in base units and its help, and what its least, mean and most over ranks are of. */
@@ -170,7 +170,7 @@ static inline void prometheus__sample(FILE *file, const char *run, const char *p
     const bool counter = !*prefix && length > 6 && strcmp(base + length - 6, "_total") == 0;
     if (first)
         fprintf(file, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", prefix, base, help,
-                *prefix ? " Here: of each rank." : "", prefix, base, counter ? "counter" : "gauge");
+                *prefix ? " Value of each rank." : "", prefix, base, counter ? "counter" : "gauge");
     fprintf(file, "dtrain_%s%s{run=\"", prefix, base);
     for (const char *at = run; *at; at++) {
         if (strchr("\n\\\"", *at)) fputc('\\', file);

@@ -140,6 +140,6 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * communicators of the world, and MPI is not called again: MPI_Finalize can then hang, and MPI can
  * still write to buffers of operations in flight. A program that must survive the end of a rank
  * ignores SIGPIPE, because Open MPI writes to sockets of dead ranks. Over TCP, Open MPI can then,
- * rarely, hang in a call; mpirun ends such a process with the job, unless told to continue without
+ * rarely, hang in a call; mpirun ends such a process with the job, unless asked to continue without
  * a rank. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);

@@ -69,7 +69,7 @@ static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
         dtrain__writer_add(out, "}");
     }
 
-    /* The world's communicator and those of the engine; other communicators are in no list. */
+    /* The world's and the engine's communicators; other communicators are in no list. */
     dtrain__writer_add(out, "],\n \"communicators\": [");
     if (!first) dtrain__dump_communicator(out, world->comm, ring->code != 0, true);
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {

@@ -306,7 +306,7 @@ static void dtrain__metrics_info(const dtrain_metrics *metrics, dtrain_metrics_i
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second /= summary->step_ms; /* until here the mean of their products */
+    summary->tokens_per_second /= summary->step_ms; /* was the mean of their products */
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
@@ -322,8 +322,8 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 
 /* ---- The end ----------------------------------------------------------------------------------*/
 
-/* End the stream; a second call does nothing. Lost records are an error here: the training is over,
- * and an error stops nothing. */
+/* End the stream; a second call does nothing. Return an error if records were lost: the training is
+ * over, and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     dtrain_metrics_info info;

@@ -48,7 +48,7 @@
  *                      device memory that the library has allocated: now, most so far, and the
  *                      tape's largest pass; on the rank that holds most
  *
- * Times of a step are those of spans (world/timeline.h), which do not overlap: data + forward +
+ * Times of a step are times of spans (world/timeline.h), which do not overlap: data + forward +
  * backward + exposed_comm + optimizer is the step without the time of the trainer itself. On a GPU,
  * where calls queue work, times are the host's; a recorded step has only step_ms.
  *

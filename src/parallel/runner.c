@@ -11,7 +11,7 @@
  *
  * SEND can read the pass's inbox, if the stage only passes a tensor on. The pass's last action,
  * which is BACKWARD or WEIGHT, frees the inbox. A received gradient proves that the next stage has
- * taken the tensor; but there may be no gradient, so BACKWARD waits for SEND.
+ * taken the tensor; but a stage can have no gradient, so BACKWARD waits for SEND.
  *
  * A gradient to send has separate memory for each slot: the peer may compute for so long that this
  * rank's next BACKWARD in the slot comes before the peer receives. Only the slot's next

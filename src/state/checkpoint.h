@@ -131,7 +131,7 @@ typedef struct dtrain_load_info {
 
 /* Load a checkpoint, between two steps. Collective. path: one checkpoint, or a directory that a run
  * saved to. From a directory, load takes the newest checkpoint that can be read whole, and warns of
- * newer ones that cannot. desc and info may be NULL.
+ * newer ones that cannot. desc and info can be NULL.
  *
  * DTRAIN_ERROR_NOT_FOUND: the directory does not exist, or has no checkpoint, so a run can begin.
  * After any other error a run must not begin.

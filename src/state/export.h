@@ -40,7 +40,7 @@ typedef struct dtrain_export_desc {
 
 /* Write the values of all parameters to a file, in the order of the parameters, tied parameters
  * once. Collective, between two steps. Every rank holds one whole parameter at a time in host
- * memory, and rank 0 writes. desc may be NULL.
+ * memory, and rank 0 writes. desc can be NULL.
  *
  * The file is written as path.tmp, synced to the disk, and renamed: a file named `path` is whole.
  * An error leaves an older file of this name as it was.
@@ -74,7 +74,7 @@ typedef struct dtrain_import_info {
  * index. Collective, between two steps. Every rank reads its pieces, block by block; of a
  * transposed parameter it reads all rows of its columns. Then import publishes the values and sets
  * the master copies of the state's optimizer, as dtrain_state_changed does. The moments and steps
- * of the optimizer stay. desc and info may be NULL.
+ * of the optimizer stay. desc and info can be NULL.
  *
  * path: a safetensors file, or an index (a name that ends with ".json") beside its files. If the
  * file does not exist, "path.index.json" is tried. Every rank opens the files. Symbolic links are

@@ -372,7 +372,7 @@ static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_resul
     pthread_mutex_unlock(&c->mutex);
 }
 
-/* Write this rank's files. In the background, rank 0 also publishes the checkpoint here. */
+/* Write this rank's files. In the background, rank 0 also publishes the checkpoint. */
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;

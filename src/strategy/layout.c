@@ -3,7 +3,7 @@
  * A layout is a pure function of what all ranks have in common. Ranks need not exchange it, and a
  * plan can make one without ranks. Ranks of a tensor axis can have parts of different lengths, and
  * still put the same parameters into the same buckets in the same order: lengths that decide about
- * buckets are those of an even part (dtrain__even_count).
+ * buckets are computed from an even part (dtrain__even_count).
  *
  *     kind                                                              state  grads  params
  *     DDP: buckets by size, last parameter first; everything is whole   -      -      -

@@ -143,7 +143,7 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: owner rank of each storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: first element of each rank's shard */
     size_t bucket_count, unit_count;
-    /* End of the buckets that may be launched before finish. The later ones are weights tied
+    /* End of the buckets that can be launched before finish. The later ones are weights tied
      * between stages of several ranks. Assume that a stage started their sum in the middle of a
      * schedule, and that collectives run in the order of their start: it would wait for a stage
      * that waits for a message from it. */

@@ -1,6 +1,6 @@
 /* How gradients become their mean: ready, bucket, steps, finish, publish
  *
- * The example is DDP. The numbers 1 to 4 are those of the sections below.
+ * The example is DDP. The numbers 1 to 4 name the sections below.
  *
  *       the tape or the host        on this rank                           among the ranks
  *

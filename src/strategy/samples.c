@@ -92,7 +92,7 @@ DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain
  *     loss = x + f y      f = (y's share of samples on this rank) / (x's share on this rank)
  *
  * f is 1 if the numbers of samples are proportional. f is needed before the backward, when the
- * numbers of later micro-batches are unknown: they must be proportional to those of the first.
+ * numbers of later micro-batches are unknown: they must be proportional to the first's numbers.
  *
  * A rank without a batch takes part in as many sums as the last loss had. In the first pass of a
  * training or an evaluation it does not know that number, and takes part until all ranks have ended

@@ -46,7 +46,7 @@ static dtrain_result dtrain__step_among(dtrain_strategy *strategy, dtrain__step_
     return DTRAIN_OK;
 }
 
-/* List the steps before those of the data axis. If collectives run in the order of their start,
+/* List the steps before the data axis's steps. If collectives run in the order of their start,
  * TENSOR waits for its few bytes: so the next step, with many bytes, overlaps with backward. */
 static void dtrain__list_model(const dtrain_strategy *strategy, dtrain__step_list *steps)
 {

@@ -12,7 +12,7 @@
 DTRAIN__PRIVATE const dtrain__kept *dtrain__kept_of(const dtrain_strategy *strategy, size_t *count);
 /* True if gradients are reduced node by node: hierarchical, on several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators of the tensor axis: those of operations, and of sums of
+/* Add up the counters of all communicators of the tensor axis: for operations, and for sums of
  * whole parameters' gradients. */
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);

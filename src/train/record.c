@@ -2,7 +2,7 @@
  *
  *     counters before | the step | counters after -> words -> all-gather -> figures, decisions
  *
- * A rank measures its words, gathers those of all ranks, and makes the record from them. All ranks
+ * A rank measures its words, gathers all ranks' words, and makes the record from them. All ranks
  * judge the same numbers: a loss that is not finite is the same error on each of them.
  *
  * A rank either computes or is inside a communicator. A fast rank waits there for a slow one: a

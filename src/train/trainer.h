@@ -157,10 +157,10 @@ static inline dtrain_result dtrain_record_add(dtrain_step_record *record, const 
  *
  * desc->graph records the third step and replays it in later ones: the same kernels on the same
  * addresses, without calling loss. Its inputs must come through dtrain_tape_input from buffers that
- * keep their address (next_batch fills them); its other work on the host happens once. The bits are
- * those of a run without graph. graph needs a device that can record, next_batch, and collectives
- * that work on the device's streams (one rank, or dtrain_nccl.h). It refuses loss scaling and
- * compression, and these two refuse each other: bf16 needs no scale. */
+ * keep their address (next_batch fills them); its other work on the host happens once. The bits
+ * equal the bits of a run without graph. graph needs a device that can record, next_batch, and
+ * collectives that work on the device's streams (one rank, or dtrain_nccl.h). It refuses loss
+ * scaling and compression, and these two refuse each other: bf16 needs no scale. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 /* Free a trainer and its tape; NULL is ignored. */
@@ -193,7 +193,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  int64_t batches, double *loss);
 /* Run a forward pass of the program between two steps, without gradients, and read the tensor that
  * it makes (count floats): to generate, or to measure. The trainer calls `forward` like loss, with
- * this user; it marks the units that loss marks. Shapes can differ from those of other passes.
+ * this user; it marks the units that loss marks. Shapes can differ from other passes.
  * Without a pipeline this is as collective as passes on the trainer's tape. With a pipeline it is
  * collective: all ranks come with the same inputs, the last stage makes the tensor, and all ranks
  * get the values. The trainer calls forward once to find what crosses stages, and once for each
@@ -232,7 +232,7 @@ typedef struct dtrain_batch_search {
  *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
  * memory_limit and other_bytes are the strategy desc's, read as AUTO reads them, and autocast's
- * copies are those of its kind. For AUTO the kind that needs least counts, with all copies, and
+ * copies are counted for its kind. For AUTO the kind that needs least counts, with all copies, and
  * dtrain_strategy_create then takes the first kind that leaves room for the batch. Every rank tries
  * the prediction: all allocate and touch that much memory at the same time, and where one cannot,
  * all try an eighth less. At the end set_batch has been called with search->batch, whose memory is

@@ -40,7 +40,7 @@ enum {
     DTRAIN__WORD_MEMORY_PEAK,    /* largest of them so far */
     DTRAIN__WORD_ACTIVATIONS,    /* bytes of the tape */
     DTRAIN__WORD_FLOPS,          /* as dtrain_tape_info counts them */
-    DTRAIN__WORD_COMM_BYTES,     /* bytes sent; at + kind, those of a dtrain_collective_kind */
+    DTRAIN__WORD_COMM_BYTES,     /* bytes sent; at + kind, by a dtrain_collective_kind */
     DTRAIN__WORD_TENSOR_BYTES = DTRAIN__WORD_COMM_BYTES + DTRAIN_COLLECTIVE_KINDS,
     DTRAIN__WORD_PIPELINE_BYTES,
     DTRAIN__FIGURE_WORDS, /* number of words that become figures */

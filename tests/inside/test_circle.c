@@ -10,9 +10,9 @@
  * more, and every rank is slow at times. Ranks look for circles at any moment, and other ranks take steps in the middle
  * of that. What the transport does may reach another rank late, within its grace.
  *
- * Oracle: a rank that is told of a circle stays in its wait, and the program goes on. A wait that then ends was accused
- * falsely. When nothing moves any more, the ranks that were told are those which a graph of who has not started what
- * has in circles, and the circles are shortest ones. */
+ * Oracle: a rank that finds a circle stays in its wait, and the program continues. A wait that then ends was accused
+ * falsely. When nothing moves any more, the ranks that found one are exactly the ranks in circles of a
+ * graph of who has not started what, and the circles are shortest ones. */
 #include "comm/engine_internal.h"
 #include "world/world_internal.h"
 #include "test.h"
@@ -56,7 +56,7 @@ typedef struct simulated {
     dtrain__work *waited; /* NULL: the all-gather */
     dtrain__wait wait;
     bool accused;
-    int circle; /* its length, as told last; 0: none */
+    int circle; /* its length, as found last; 0: none */
 } simulated;
 
 typedef struct simulation {
@@ -66,10 +66,10 @@ typedef struct simulation {
     bool
         has_grace; /* what is late is within the grace; else the transport knows what is under way */
     bool
-        destroys; /* communicators; else calls of the others may be heard of later than the grace */
+        destroys; /* communicators; else this rank can hear of other ranks' calls after the grace */
     bool ends;    /* a rank ends after an error */
     int64_t fails[COMMS]; /* when a communicator fails on all ranks */
-    bool failed;          /* one has: a circle may be found, or the failure be heard of before */
+    bool failed;          /* one has: ranks find a circle, or hear of the failure before */
     int members[COMMS][RANKS], size[COMMS];
     int64_t shown[COMMS][MOST][RANKS]; /* when a rank's call is heard; 0: it has not made it */
     channel channels[COMMS][RANKS][RANKS];
@@ -350,7 +350,7 @@ static void step_rank(simulated *r)
         r->wait.last_ns = (uint64_t)sim->now * TURN_NS;
         r->wait.waited_ns += 64 * TURN_NS;
         if (!done && has_failed(r)) {
-            /* an error: the rank ends, or goes on without this communicator, which breaks its circles */
+            /* an error: the rank ends, or continues without this communicator, which breaks its circles */
             sim->failed = true;
             for (int i = 0; i < sim->ranks; i++) sim->rank[i].accused = false;
             end_wait(r);
@@ -513,7 +513,7 @@ static void make_simulation(void)
     clear();
 }
 
-/* Go on until nothing has begun or ended for long; the time in between lets everything arrive. */
+/* Continue until nothing has begun or ended for long; the time in between lets everything arrive. */
 static void run_program(void)
 {
     for (int still = 0; still < 60 * sim->ranks && !sim->why[0]; still++) {

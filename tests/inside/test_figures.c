@@ -188,7 +188,7 @@ static int train_rank(dtrain_world *world, void *user)
     dtrain_metrics_query(metrics, &info);
     for (int r = 0; s.rank == 0 && r < dtrain_world_size(world); r++)
         for (int f = 0; f < DTRAIN__FIGURE_WORDS; f++) t->got[r][f] = (double)trainer->words[r][f];
-    for (size_t i = 0; i < info.last.count; i++) { /* those of a rank are in the figure's unit */
+    for (size_t i = 0; i < info.last.count; i++) { /* a rank's values are in the figure's unit */
         const dtrain_figure *figure = &info.last.figures[i];
         const int size = dtrain_world_size(world);
         if (strcmp(figure->name, "time/forward_ms") != 0) continue;

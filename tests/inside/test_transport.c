@@ -6,7 +6,7 @@
 #include "test_comm.c"
 #undef main
 #include "toy_transport.h"
-#include "world/world_internal.h" /* for naps and circles, which need no transport of their own */
+#include "world/world_internal.h" /* for naps and circles, which need no separate transport */
 
 static dtrain_comm_ops toy_ops;
 
@@ -165,7 +165,7 @@ static int rank_naps(dtrain_world *world, void *user)
 }
 static void test_naps(void) { ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_naps, NULL); }
 
-/* A rank whose wait ends with an error may go on in other communicators: its wait is no longer shown, so that nobody
+/* A rank whose wait ends with an error can continue in other communicators: its wait is no longer shown, so that nobody
  * takes it for one of a circle. */
 static int rank_gives_up(dtrain_world *world, void *user)
 {

@@ -373,8 +373,8 @@ static int rank_asleep(dtrain_world *world, void *user)
     return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (stuck in #2);");
 }
 
-/* Ranks that all receive before they send: ranks of one host find the circle, those of several wait for the deadline,
- * and hear for whom the rank waits that they wait for. */
+/* Ranks that all receive before they send: ranks of one host find the circle. Ranks of several hosts wait for the
+ * deadline, and hear for whom the rank waits that they wait for. */
 static int rank_circle(dtrain_world *world, void *user)
 {
     dtrain_world_info info;

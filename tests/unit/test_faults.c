@@ -650,7 +650,7 @@ static void test_circle(void)
     munmap(s, sizeof *s);
 }
 
-/* One rank makes a call alone, while the others make one that needs it in another communicator. */
+/* Only one rank makes a call, while the others make one that needs it in another communicator. */
 enum lone { LONE_BARRIER, LONE_GATHER, LONE_SPLIT, LONE_SEND, LONE_SUM, LONES };
 typedef struct crossing {
     story *told;

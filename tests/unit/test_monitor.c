@@ -97,7 +97,7 @@ static dtrain_step_record random_record(int64_t step)
     return r;
 }
 
-/* What a figure must be in a record, by the words of metrics.h alone; false: it is not shown. */
+/* Find a figure of a record by the words of metrics.h only; false: it is not shown. */
 static bool expected(const dtrain_step_record *r, const char *name, double *value)
 {
     char key[80];

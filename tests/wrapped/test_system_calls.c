@@ -8,7 +8,7 @@
  *     build/tests/test_system_calls --seconds 600                       all of them
  *     build/tests/test_system_calls --case joined 1 send EPIPE 3 once   what a failure prints, in words
  *
- * The linker puts the functions named __wrap_ here between the library and the C library (ld --wrap). */
+ * The linker puts the functions named __wrap_ of this file between the library and the C library (ld --wrap). */
 #include "test.h"
 
 #include "dtrain.h"

@@ -37,7 +37,7 @@ typedef struct dtrain__conv {
     const float *bias;
     dtrain_dtype dtype;
     bool patches;    /* 3 x 3 taps by patches */
-    int64_t reserve; /* floats of scratch before those of a product */
+    int64_t reserve; /* floats of scratch before a product's scratch */
     float *packed;   /* scratch */
     int32_t *order;  /* (2, taps) of scratch: natural order, order of a class */
 } dtrain__conv;
